@@ -1,9 +1,9 @@
 """A Llama-family transformer that keeps no memory of a call except its KV cache.
 
-Letters: B batch, T new tokens of this call, S slots of the cache, H key/value heads, G query heads per key/value head,
-D head_dim, E model dim, V vocabulary.  ModelConfig comes from a Hugging Face config.json and nothing else.
-Needs torch only.  Every attention layer wants a cache before the first call: kv_cache.attach, or any object with
-write(start, k, v) and attend(q, start).
+Letters: B batch, T new tokens of this call, S slots of the cache, H key/value heads, G query heads per
+key/value head, D head_dim, E model dim, V vocabulary.  ModelConfig comes from a Hugging Face config.json and
+nothing else.  Needs torch only.  Every attention layer wants a cache before the first call: kv_cache.attach, or
+any object with write(start, k, v) and attend(q, start).
 """
 import json
 import math
@@ -60,13 +60,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
+            raise ValueError(f"{self.n_heads} query heads are no multiple of {self.n_kv_heads} key/value heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
     @classmethod
     def from_json(cls, path: str | Path) -> "ModelConfig":
-        """Read a Hugging Face config.json.  ValueError when it is missing, no JSON, or describes another family."""
+        """Read a Hugging Face config.json.  ValueError when it is missing, no JSON, or of another family."""
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"no config at {path}; a checkpoint needs its config.json beside it")
@@ -82,7 +82,8 @@ class ModelConfig:
             raise ValueError(f"model_type {d['model_type']!r} is not supported; supported: llama")
         if d.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {d['hidden_act']!r} is not supported; supported: silu")
-        required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                    "intermediate_size")
         missing = [name for name in required if name not in d]
         if missing:
             raise ValueError(f"config lacks {', '.join(missing)}")
@@ -110,8 +111,8 @@ class ModelConfig:
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "vocab_size": self.vocab_size, "hidden_size": self.dim, "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size, "rms_norm_eps": self.norm_eps,
+            "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim, "intermediate_size": self.intermediate_size, "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta, "rope_scaling": scaling,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -119,10 +120,10 @@ class ModelConfig:
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str | None = None) -> Tensor:
-    """Radians per position of each rotary pair, float32 [D/2] (Su et al. 2021, arXiv 2104.09864, section 3.2.2).
+    """Radians per position of each rotary pair, float32 [D/2] (Su et al., arXiv 2104.09864, section 3.2.2).
 
-    `llama3` scaling divides the frequencies whose wavelength is longer than the original context by `factor`, keeps
-    the short ones, and blends between (Llama 3.1's reference implementation).
+    `llama3` scaling divides the frequencies whose wavelength is longer than the original context by `factor`,
+    keeps the short ones, and blends between (Llama 3.1's reference implementation).
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     freqs = 1.0 / config.rope_theta ** exponent
@@ -131,14 +132,14 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str | None = No
         return freqs
     if s.rope_type == "linear":
         return freqs / s.factor
-    turns = s.original_max_position_embeddings * freqs / (2 * math.pi)  # rotations within the original context
+    turns = s.original_max_position_embeddings * freqs / (2 * math.pi)  # in the original context
     blend = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     blend = blend.clamp(0, 1)
     return freqs * (blend + (1 - blend) / s.factor)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, T, heads, D] by the angles of its positions (cos, sin: float32 [B, T, 1, D/2]), half-split pairs."""
+    """Rotate x [B, T, heads, D] by its positions' angles (cos, sin: float32 [B, T, 1, D/2]), half-split pairs."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
@@ -220,7 +221,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, start: Tensor, all_logits: bool = False) -> Tensor:
         """Logits [B, V] after the last of tokens [B, T]; with `all_logits` [B, T, V].
 
-        start: int64 [B], the position of each row's first token; the positions before it must be in the cache.
+        start: int64 [B], the position of each row's first token; those before it must be in the cache.
         """
         x = self.hidden(tokens, start)
         return self.lm_head(x if all_logits else x[:, -1])

@@ -2,8 +2,8 @@
 
 Letters: B batch, T new tokens of this call, S slots of the cache, H key/value heads, G query heads per
 key/value head, D head_dim, E model dim, V vocabulary.  ModelConfig comes from a Hugging Face config.json and
-nothing else.  Needs torch only.  Every attention layer wants a cache before the first call: kv_cache.attach, or
-any object with write(start, k, v) and attend(q, start).
+nothing else.  Needs torch only.  Every attention layer wants a cache before the first call: kv_cache.attach,
+or any object with write(start, k, v) and attend(q, start).
 """
 import json
 import math
@@ -60,7 +60,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads are no multiple of {self.n_kv_heads} key/value heads")
+            raise ValueError(f"{self.n_heads} query heads are no multiple of {self.n_kv_heads} kv heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
@@ -112,7 +112,8 @@ class ModelConfig:
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "vocab_size": self.vocab_size, "hidden_size": self.dim, "num_hidden_layers": self.n_layers,
             "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
-            "head_dim": self.head_dim, "intermediate_size": self.intermediate_size, "rms_norm_eps": self.norm_eps,
+            "head_dim": self.head_dim, "intermediate_size": self.intermediate_size,
+            "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta, "rope_scaling": scaling,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -139,7 +140,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str | None = No
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, T, heads, D] by its positions' angles (cos, sin: float32 [B, T, 1, D/2]), half-split pairs."""
+    """Rotate x [B, T, heads, D], half-split pairs, by its angles' cos and sin (float32 [B, T, 1, D/2])."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

@@ -1,0 +1,256 @@
+"""A quantized KV cache and the attention over it, in plain PyTorch: no copy, no mask, cost by filled length.
+
+Letters: B batch, T new tokens of this call, S slots of the cache, H key/value heads, G query heads per
+key/value head, D head_dim.  What goes in and out is [B, H, T, D]; the storage order is the cache's own.
+
+    CacheSpec   what a cache is (bits, scale axes, layout) and how many bytes it takes; holds nothing
+    KVCache     write(start, k, v), then attend(q, start): attention sees what the cache stores, for every
+                token including the ones just written, so the result does not depend on how a prompt was cut
+    attach      puts a fresh cache into every layer of a model
+
+Quantized values meet the query as integers: with one scale per token (and head), K's scale multiplies the
+score after the dot product and V's scale multiplies the probability before the second product.
+
+Compiled, write is traced and attend is one opaque op, so a decode step is one graph for all positions, and
+prefill at most two (the chunk, and a dynamic one for the rest).  Needs torch only.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CAUSAL_MASKS = ("none", "linear", "full")
+AXES = {"d": "d", "hd": "hd", "dkv": "d", "heads_and_dkv": "hd"}  # MaxText's names are the second pair
+SCALE_DTYPE = torch.bfloat16
+SCALE_EPS = 1e-8  # keeps an all-zero row's scale above zero
+BLOCK_SLOTS = 1024  # slots that plain attention holds in floating point at a time
+
+
+def parse_layout(text: str) -> str:
+    """A storage order, outermost axis first: letters "bhsd", or MaxText's digits "0213" (0 b, 1 s, 2 h, 3 d)."""
+    letters = text.translate(str.maketrans("0123", "bshd"))
+    if sorted(letters) != sorted("bhsd"):
+        raise ValueError(f"cache layout {text!r} is no order of the axes b, s, h, d (such as bhsd, or 0213)")
+    return letters
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache stores.  Bits of K and V: 16 (as `dtype`) or 8 (integers with scales of 2 bytes).
+
+    axis: what one scale spans, `d` (a token of one head) or `hd` (a token of all heads).
+    """
+    k_bits: int = 16
+    v_bits: int = 16
+    axis: str = "d"
+    k_layout: str = "bhsd"
+    v_layout: str = "bhsd"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        for name, bits in (("K", self.k_bits), ("V", self.v_bits)):
+            if bits not in (16, 8):
+                raise ValueError(f"{name} of {bits} bits is not supported; supported: 16, 8")
+        if self.axis not in AXES:
+            raise ValueError(f"scale axis {self.axis!r} is not supported; supported: {', '.join(AXES)}")
+        object.__setattr__(self, "axis", AXES[self.axis])
+        object.__setattr__(self, "k_layout", parse_layout(self.k_layout))
+        object.__setattr__(self, "v_layout", parse_layout(self.v_layout))
+
+    @classmethod
+    def parse(cls, kind: str | None = None, axis: str = "d", layout: str = "bhsd",
+              dtype: torch.dtype = torch.bfloat16) -> "CacheSpec":
+        """From command-line words.  kind: None, "int8", or "K,V" bits; layout: one for both, or "K,V"."""
+        names = {None: "16,16", "none": "16,16", "int8": "8,8"}
+        bits = names.get(kind, kind).split(",")
+        if len(bits) != 2 or not all(b.strip().isdigit() for b in bits):
+            raise ValueError(f"kv cache quantization {kind!r} is not known; known: int8, or bits K,V (8,16)")
+        layouts = layout.split(",")
+        if len(layouts) > 2:
+            raise ValueError(f"cache layout {layout!r}: give one order, or two as K,V")
+        return cls(int(bits[0]), int(bits[1]), axis, layouts[0], layouts[-1], dtype)
+
+    def value_bytes(self, B: int, H: int, S: int, D: int) -> int:
+        """Bytes of the stored K and V values of one layer."""
+        per_value = sum(self.dtype.itemsize if bits == 16 else 1 for bits in (self.k_bits, self.v_bits))
+        return B * H * S * D * per_value
+
+    def scale_bytes(self, B: int, H: int, S: int, D: int) -> int:
+        """Bytes of the scales of one layer."""
+        quantized = (self.k_bits != 16) + (self.v_bits != 16)
+        return quantized * B * S * (H if self.axis == "d" else 1) * SCALE_DTYPE.itemsize
+
+    def nbytes(self, B: int, H: int, S: int, D: int) -> int:
+        """Bytes of one layer, scales included."""
+        return self.value_bytes(B, H, S, D) + self.scale_bytes(B, H, S, D)
+
+
+def quantize(x: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 of x [B, H, T, D]: values int8 [B, H, T, D] and scales bfloat16 [B, Hs, T].
+
+    Hs is H for axis "d" and 1 for "hd".  The scale is rounded to bfloat16 first and that value divides, so
+    the error stays within half a step; the clamp catches the maximum of a row whose scale was rounded down.
+    """
+    x = x.float()
+    scale = (x.abs().amax(dim=(1, 3) if axis == "hd" else 3, keepdim=True) / 127).clamp_min(SCALE_EPS)
+    scale = scale.to(SCALE_DTYPE)
+    values = (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
+    return values, scale.squeeze(-1)
+
+
+def dequantize(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The numbers that a cache holds, [B, H, S, D] in `dtype`.  For the reference path and for tests only."""
+    return values.to(dtype) if scales is None else (values.float() * scales[..., None].float()).to(dtype)
+
+
+def _matmul_dtype(q: Tensor) -> torch.dtype:
+    """bfloat16 GEMMs pay on accelerators, and for many rows on CPUs that have them in hardware."""
+    if q.device.type != "cpu":
+        return q.dtype
+    many = q.shape[-2] >= 32
+    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return q.dtype if many and fast else torch.float32
+
+
+def attend_blocks(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
+                  v_scales: Tensor | None, block: int = BLOCK_SLOTS) -> Tensor:
+    """Causal attention over the filled slots of a cache, block by block with an online softmax.
+
+    q: [B, Hq, T, D], query t of row b at position start[b] + t; values [B, H, S, D]; scales [B, H or 1, S].
+    Returns [B, Hq, T, D] of q's dtype.  Softmax is float32 (Milakov and Gimelshein 2018, arXiv 1805.02867);
+    blocks that every query sees whole need no comparison of positions.
+    """
+    B, Hq, T, D = q.shape
+    H = k_values.shape[1]
+    rows = q.reshape(B, H, -1, D)  # [B, H, G*T, D]: the query heads of a group share every read of K and V
+    rows = rows.to(_matmul_dtype(rows))
+    position = start[:, None] + torch.arange(T, device=q.device)  # [B, T]
+    position = position.repeat(1, Hq // H)[:, None, :, None]  # [B, 1, G*T, 1]
+    first, filled = int(start.min()) + 1, int(start.max()) + T
+    top = torch.full((*rows.shape[:3], 1), -torch.inf, device=q.device)  # running maximum [B, H, G*T, 1]
+    total = torch.zeros_like(top)
+    y = torch.zeros(rows.shape, device=q.device)
+    for lo in range(0, filled, block):
+        hi = min(lo + block, filled)
+        k, v = (x[:, :, lo:hi].to(rows.dtype) for x in (k_values, v_values))  # [B, H, n, D]
+        scores = (rows @ k.transpose(-1, -2)).float().mul_(D ** -0.5)  # [B, H, G*T, n]
+        if k_scales is not None:
+            scores *= k_scales[:, :, None, lo:hi]
+        hidden = None
+        if hi > first:
+            slots = torch.arange(lo, hi, device=q.device)
+            hidden = slots > position  # [B, 1, G*T, n]
+            scores.masked_fill_(hidden, -torch.inf)
+            v = v.masked_fill(slots[:, None] >= (start + T)[:, None, None, None], 0)  # may hold NaN
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        p = scores.sub_(new_top).exp_()
+        shrink = (top - new_top).exp_()
+        total = total * shrink + p.sum(-1, keepdim=True)
+        if v_scales is not None:
+            p *= v_scales[:, :, None, lo:hi]
+            if hidden is not None:
+                p.masked_fill_(hidden, 0)
+        y = y.mul_(shrink).add_(p.to(rows.dtype) @ v)
+        top = new_top
+    return y.div_(total).to(q.dtype).reshape(B, Hq, T, D)
+
+
+@torch.library.custom_op("gpt_long::attend", mutates_args=())
+def _attend_op(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
+               v_scales: Tensor | None) -> Tensor:
+    return attend_blocks(q, start, k_values, k_scales, v_values, v_scales)
+
+
+@_attend_op.register_fake
+def _(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
+      v_scales: Tensor | None) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+class KVCache(nn.Module):
+    """K and V of one layer.  `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is;
+    `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits."""
+
+    def __init__(self, spec: CacheSpec, batch: int, n_kv_heads: int, length: int, head_dim: int,
+                 device: torch.device | str = "cpu", causal_mask: str = "none",
+                 mask_table: Tensor | None = None) -> None:
+        super().__init__()
+        self.spec, self.causal_mask = spec, causal_mask
+        sizes = {"b": batch, "h": n_kv_heads, "s": length, "d": head_dim}
+        for name, bits, layout in (("k", spec.k_bits, spec.k_layout), ("v", spec.v_bits, spec.v_layout)):
+            dtype = torch.int8 if bits == 8 else spec.dtype
+            values = torch.zeros([sizes[axis] for axis in layout], dtype=dtype, device=device)
+            self.register_buffer(f"{name}_values", values.permute([layout.index(axis) for axis in "bhsd"]),
+                                 persistent=False)
+            scales = None
+            if bits == 8:
+                scale_sizes = sizes | ({"h": 1} if spec.axis == "hd" else {})
+                order = layout.replace("d", "")
+                scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
+                scales = scales.permute([order.index(axis) for axis in "bhs"])
+            self.register_buffer(f"{name}_scales", scales, persistent=False)
+        self.register_buffer("mask_table", mask_table, persistent=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, scales included."""
+        held = (self.k_values, self.v_values, self.k_scales, self.v_scales)
+        return sum(x.nbytes for x in held if x is not None)
+
+    def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B, H, T, D] at slots start[b] .. start[b]+T-1, quantized once and for good."""
+        B, _, T, _ = k.shape
+        slots = start[:, None] + torch.arange(T, device=start.device)  # [B, T]
+        where = (torch.arange(B, device=start.device)[:, None], slots)
+        for x, values, scales in ((k, self.k_values, self.k_scales), (v, self.v_values, self.v_scales)):
+            if scales is not None:
+                x, scale = quantize(x, self.spec.axis)
+                scales.transpose(1, 2).index_put_(where, scale.transpose(1, 2))
+            values.transpose(1, 2).index_put_(where, x.transpose(1, 2).to(values.dtype))
+
+    def attend(self, q: Tensor, start: Tensor) -> Tensor:
+        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, already written; same shape back."""
+        if self.causal_mask != "none":
+            return self._attend_masked(q, start)
+        cached = (self.k_values, self.k_scales, self.v_values, self.v_scales)
+        op = torch.ops.gpt_long.attend if torch.compiler.is_compiling() else attend_blocks
+        return op(q, start, *cached)
+
+    def _attend_masked(self, q: Tensor, start: Tensor) -> Tensor:
+        """The reference: dequantize all S slots, then scaled_dot_product_attention behind a [T, S] mask."""
+        T, S = q.shape[2], self.k_values.shape[2]
+        positions = start[:, None] + torch.arange(T, device=q.device)  # [B, T]
+        if self.causal_mask == "full":
+            mask = self.mask_table[positions]  # [B, T, S]
+        else:
+            mask = torch.arange(S, device=q.device) <= positions[:, :, None]
+        group = q.shape[1] // self.k_values.shape[1]
+        k, v = (dequantize(x, s, q.dtype).repeat_interleave(group, dim=1)
+                for x, s in ((self.k_values, self.k_scales), (self.v_values, self.v_scales)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+
+
+def attach(model: nn.Module, spec: CacheSpec, batch: int, length: int, causal_mask: str = "none",
+           cls: type[KVCache] = KVCache) -> None:
+    """Put a fresh cache of `length` slots into every layer of `model`, replacing what was there.
+
+    model: has .config (n_kv_heads, head_dim), .norm.weight (for the device) and .layers[i].attention.cache.
+    Mask mode `full` makes one length x length table that all layers share.
+    """
+    if causal_mask not in CAUSAL_MASKS:
+        raise ValueError(f"causal mask {causal_mask!r} is not known; known: {', '.join(CAUSAL_MASKS)}")
+    detach(model)
+    device, config = model.norm.weight.device, model.config
+    table = None
+    if causal_mask == "full":
+        table = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    for layer in model.layers:
+        layer.attention.cache = cls(spec, batch, config.n_kv_heads, length, config.head_dim, device,
+                                    causal_mask, table)
+
+
+def detach(model: nn.Module) -> None:
+    """Free the caches of all layers (before new ones are made, so that two never stand side by side)."""
+    for layer in model.layers:
+        layer.attention.cache = None

@@ -28,7 +28,7 @@ BLOCK_SLOTS = 1024  # slots that plain attention holds in floating point at a ti
 
 
 def parse_layout(text: str) -> str:
-    """A storage order, outermost axis first: letters "bhsd", or MaxText's digits "0213" (0 b, 1 s, 2 h, 3 d)."""
+    """An order, outermost axis first: letters "bhsd", or MaxText's digits "0213" (0 b, 1 s, 2 h, 3 d)."""
     letters = text.translate(str.maketrans("0123", "bshd"))
     if sorted(letters) != sorted("bhsd"):
         raise ValueError(f"cache layout {text!r} is no order of the axes b, s, h, d (such as bhsd, or 0213)")
@@ -210,7 +210,7 @@ class KVCache(nn.Module):
             values.transpose(1, 2).index_put_(where, x.transpose(1, 2).to(values.dtype))
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
-        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, already written; same shape back."""
+        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, already written; its shape back."""
         if self.causal_mask != "none":
             return self._attend_masked(q, start)
         cached = (self.k_values, self.k_scales, self.v_values, self.v_scales)

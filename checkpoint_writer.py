@@ -1,9 +1,9 @@
 """Write a model.pth of known shapes piece by piece, in the memory of one piece; what both converters share.
 
 `checkpoint_parts` says where each tensor of a Hugging Face Llama goes in ours (q, k, v and gate, up are
-fused), and `CheckpointWriter` makes the file: first a torch.save'd skeleton without contents, then the bytes in their
-places.  The file appears under its name only when every byte is there.  torch.load reads it in every mode
-(weights_only, mmap); only the zip checksums, which torch.load never looks at, are not filled in.
+fused), and `CheckpointWriter` makes the file: first a torch.save'd skeleton without contents, then the bytes
+in their places.  The file appears under its name only when every byte is there.  torch.load reads it in every
+mode (weights_only, mmap); only the zip checksums, which torch.load never looks at, are not filled in.
 """
 import functools
 import math
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CHUNK_ELEMENTS = 1 << 24  # converted and written at a time: 64 MB of float32
+CHUNK_ELEMENTS = 1 << 22  # converted and written at a time: 16 MB of float32
 
 
 @dataclass(frozen=True)

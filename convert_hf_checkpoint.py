@@ -112,7 +112,7 @@ def convert(folder: str | Path, dtype: torch.dtype | None = None) -> Path:
     parts = checkpoint_parts(config)
     dtypes = fused_dtypes(parts, {name: dtype or found_dtypes[name] for name in parts})
     with CheckpointWriter(folder / "model.pth", parts, dtypes) as writer, \
-            tqdm(total=writer.nbytes, unit="B", unit_scale=True, desc="convert") as progress:
+            tqdm(total=writer.nbytes, unit="B", unit_scale=True, desc="convert", mininterval=0.5) as progress:
         for shard in shards:
             for name, tensor in read_shard(shard).items():
                 if name in parts:

@@ -1,0 +1,479 @@
+"""Text to token ids and back: tokenizer.json, sentencepiece or tiktoken behind one small face; chat.
+
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode("Hello")                                 # BOS first, if the model uses one
+    ids = tokenizer.chat([{"role": "user", "content": "Hello"}])    # through the model's own chat template
+    stream = TextStream(tokenizer)
+    text = "".join(map(stream.feed, ids)) + stream.finish()         # each piece: whole characters only
+
+Three rules hold for all three kinds of file:
+- Text is text. What merely looks like a special token ("<|eot_id|>" typed by a user) is spelled out in
+  ordinary tokens; only encode_special and the template's own words give special ids.
+- decode and TextStream are the same code, over the bytes of each token, so they cannot disagree.
+- The kind is found in what the file holds, never in the name of a folder.
+
+Copied out alone, this file needs the one of tokenizers, sentencepiece and tiktoken that reads your file, and
+jinja2 for chat().
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+# What a converter has to carry along so that load_tokenizer works in the new folder.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+                   "added_tokens.json", "chat_template.jinja")
+
+# Ends of a text or a turn, as model families call them; they stop generation where the vocabulary has them.
+STOP_TOKENS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>",
+               "<|end|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>")
+
+# How Llama 3 cuts text before merging, and its 256 special tokens in the order of their ids (3.1's names).
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+                  "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",
+                  "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+                  *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder; tokenizer.json goes first. ValueError if there is none."""
+    folder = Path(folder)
+    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    if path is None:
+        raise ValueError(f"no tokenizer in {folder}: copy its tokenizer.json or tokenizer.model there")
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    names = _read_json(folder / "added_tokens.json")
+    added = {i: {"content": name, "special": True} for name, i in names.items()}
+    added |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+    ends = {_content(config.get(key)) for key in ("bos_token", "eos_token")} - {None}
+    data = path.read_bytes()
+    kind = _sniff(data)
+    if kind == "json":
+        codec: Codec = JsonCodec(data, ends)
+    elif kind == "tiktoken":
+        codec = TiktokenCodec(data, added)
+    elif kind == "sentencepiece":
+        codec = SentencePieceCodec(data, added, ends)
+    else:
+        raise ValueError(f"{path} {kind}")
+    stops = [_read_json(folder / name).get("eos_token_id")
+             for name in ("tokenizer_config.json", "config.json", "generation_config.json")]
+    return Tokenizer(codec, config, _read_template(folder, config), stops)
+
+
+class Tokenizer:
+    """The face of every kind of tokenizer.
+
+    special: name -> id of each special token; vocab_size: largest id + 1; bos_id: what encode puts first,
+    None when the model uses no BOS; stop_ids: where generation ends; chat_template: Jinja source or None."""
+
+    def __init__(self, codec: Codec, config: dict[str, Any], template: str | None, stops: Sequence[Any] = ()):
+        """config: tokenizer_config.json's entries; stops: eos_token_id values (None, int or list)."""
+        self.codec = codec
+        self.special = codec.special
+        self.vocab_size = codec.vocab_size
+        self.chat_template = template
+        keys = ("bos_token", "eos_token", "unk_token", "pad_token")
+        names = {key: _content(config.get(key)) for key in keys}
+        adds_bos = config.get("add_bos_token")
+        bos = codec.bos if adds_bos is None else (names["bos_token"] or codec.bos) if adds_bos else None
+        self.bos_id: int | None = self.special.get(bos) if bos else None
+        names["bos_token"] = names["bos_token"] or codec.bos
+        names["eos_token"] = names["eos_token"] or codec.eos
+        self._template_names = {key: name for key, name in names.items() if name}
+        found = {self.special[n] for n in (*STOP_TOKENS, names["eos_token"]) if n in self.special}
+        listed = [i for stop in stops for i in (stop if isinstance(stop, list) else [stop])]
+        # Some config.json files say -1 for none.
+        self.stop_ids = frozenset({*found, *(i for i in listed if isinstance(i, int) and i >= 0)})
+        pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)"
+        self._special_pattern = re.compile(f"({pattern})")
+        self._lookalike = re.compile(f"(?=(?:{pattern}))(.)", re.DOTALL)
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Plain text to ids, with one BOS in front if the model uses one; never any other special id."""
+        ids = self.codec.encode([_whole(text)])
+        return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def encode_special(self, text: str) -> list[int]:
+        """Text whose special tokens count as such (a rendered template) to ids; no BOS is added."""
+        return self.codec.encode(self._split(_whole(text)))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids to text. Special tokens and unknown ids are not shown; bad UTF-8 becomes U+FFFD."""
+        stream = TextStream(self)
+        return "".join(map(stream.feed, ids)) + stream.finish()
+
+    def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Messages ([{"role": ..., "content": ...}, ...]) to ids by the model's template; BOS exactly once.
+
+        ValueError when there is no template, or when it refuses the messages."""
+        # A look-alike in a message is broken up by a number nobody can guess before the template runs (it may
+        # trim and cut the text as it likes), and mended once the template's own special tokens are found.
+        wedge = str(10**30 + secrets.randbelow(10**30))
+        guarded = _map_strings(messages, lambda text: self._lookalike.sub(rf"\g<1>{wedge}", _whole(text)))
+        text = self._render(guarded, add_generation_prompt)
+        parts = [part.replace(wedge, "") if isinstance(part, str) else part for part in self._split(text)]
+        ids = self.codec.encode(parts)
+        return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+
+    def _split(self, text: str) -> list[str | int]:
+        parts = self._special_pattern.split(text)  # every second part is a special token
+        return [self.special[part] if i % 2 else part for i, part in enumerate(parts) if part]
+
+    def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        template = self._compiled_template
+        from jinja2 import TemplateError
+
+        try:
+            return template.render(messages=messages, tools=None, documents=None,
+                                   add_generation_prompt=add_generation_prompt, **self._template_names)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def _compiled_template(self) -> Any:
+        """The template in the environment that Hugging Face gives it; sandboxed: it is downloaded code."""
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template: use a plain prompt, or put the instruct "
+                             "model's tokenizer_config.json or chat_template.jinja beside the tokenizer")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own escapes HTML
+
+        def strftime_now(form: str) -> str:
+            return datetime.now().strftime(form)
+
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                            extensions=["jinja2.ext.loopcontrols"])
+        env.filters["tojson"] = tojson
+        env.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        # {% generation %} marks replies for training masks; here it is a block that is always taken.
+        source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.chat_template)
+        source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
+        try:
+            return env.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"cannot read the model's chat template, fetch it again: {error}") from error
+
+
+class TextStream:
+    """Ids in, whole characters out: the pieces joined, finish() included, are decode() of all the ids.
+
+    Bytes wait until they are UTF-8; a token's cost does not depend on how many came before. context: the ids
+    that the text continues. Sentencepiece-like vocabularies drop the space before the first word of a text,
+    so a continuation printed right after its prompt needs the prompt's ids, or its first word is glued on."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()):
+        self._codec = tokenizer.codec
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = self._codec.strips_space and not any(map(self._codec.piece, context))
+
+    def feed(self, token: int) -> str:
+        """The characters that this token completes: none, one or many."""
+        piece = self._codec.piece(int(token))
+        if self._at_start and piece:
+            self._at_start = False
+            piece = piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def finish(self) -> str:
+        """What is left: nothing, or U+FFFD for a character that was never finished."""
+        return self._utf8.decode(b"", True)
+
+
+class Codec(Protocol):
+    """What each kind of file must offer."""
+
+    special: dict[str, int]  # name -> id, control tokens only
+    vocab_size: int  # largest id + 1
+    bos: str | None  # what the file itself says stands first in a text
+    eos: str | None
+    strips_space: bool  # a text's first word carries a space that is not in the text
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        """Stretches of plain text and, between them, special ids -> ids."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for; none for special tokens and for ids outside the vocabulary."""
+
+
+class JsonCodec:
+    """tokenizer.json, through the tokenizers package; decoders of the byte-level and the sentencepiece style.
+
+    Special tokens are renamed to something unguessable when the file is loaded. So no text can hit them,
+    whatever its normalizer, merges and flags say; the package's rules for the text around them still hold."""
+
+    def __init__(self, data: bytes, ends: set[str]):
+        """ends: names of BOS and EOS, special even if the file does not mark them so."""
+        import tokenizers
+
+        spec = _parse_json(data, "tokenizer.json")
+        self.bos = _first_of_template(spec.get("post_processor"))
+        self.eos = None
+        vocab = spec["model"]["vocab"]
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+        added = {token["content"]: token for token in spec.get("added_tokens") or []}
+        ends = ends | {self.bos}
+        flags = {"single_word": False, "lstrip": False, "rstrip": False}
+        added |= {n: flags | {"id": ids[n], "content": n} for n in ends if n in ids and n not in added}
+        self.special = {n: token["id"] for n, token in added.items()
+                        if token.get("special") or n in STOP_TOKENS or n in ends}
+        self._special_ids = frozenset(self.special.values())
+        self._added = {token["id"]: n.encode() for n, token in added.items()}
+        self.vocab_size = 1 + max([*ids.values(), *self._added])
+        self._bytes, self.strips_space = _decoder_style(spec)
+        self._mark = f"<{secrets.token_hex(16)}:"
+        spec["added_tokens"] = [self._hidden(token) for token in added.values()]
+        self._hide_in_model(spec["model"])
+        # A stored truncation would cut prompts in silence; BOS is put in front by Tokenizer.
+        spec |= {"truncation": None, "padding": None, "post_processor": None}
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(f"cannot read tokenizer.json, fetch it again: {error}") from error
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        text = "".join(part if isinstance(part, str) else self._name(part) for part in parts)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def piece(self, token: int) -> bytes:
+        if token in self._special_ids or not 0 <= token < self.vocab_size:
+            return b""
+        if token in self._added:
+            return self._added[token]
+        name = self._tokenizer.id_to_token(token)  # None in a gap of the vocabulary
+        if name is None:
+            return b""
+        if self._bytes is None:
+            return _spaced(name, re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None)
+        return bytes(map(self._bytes.__getitem__, name)) if self._bytes.keys() >= set(name) else name.encode()
+
+    def _name(self, token: int) -> str:
+        return f"{self._mark}{token}>"
+
+    def _hidden(self, token: dict[str, Any]) -> dict[str, Any]:
+        if token["id"] not in self._special_ids:
+            return token
+        return token | {"content": self._name(token["id"]), "special": True, "normalized": False}
+
+    def _hide_in_model(self, model: dict[str, Any]) -> None:
+        hidden = {name: self._name(i) for name, i in self.special.items()}
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {hidden.get(name, name): i for name, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[hidden.get(name, name), score] for name, score in model["vocab"]]
+        if model.get("unk_token") in hidden:
+            model["unk_token"] = hidden[model["unk_token"]]
+        if "merges" in model:  # two forms: "a b" and ["a", "b"]
+            pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
+            model["merges"] = [[a, b] for a, b in pairs if hidden.keys().isdisjoint((a, b, a + b))]
+
+
+class SentencePieceCodec:
+    """A sentencepiece tokenizer.model. As in Meta's Llama 2 code, each stretch of text between special tokens
+    is encoded by itself, with the space in front that the model file asks for."""
+
+    def __init__(self, data: bytes, added: dict[int, dict[str, Any]], ends: set[str]):
+        """added: added_tokens_decoder of tokenizer_config.json; ends: names of BOS and EOS."""
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._sp = sp = SentencePieceProcessor(model_proto=data)
+        except RuntimeError as error:
+            raise ValueError("tokenizer.model is a damaged sentencepiece model: fetch it again") from error
+        size = sp.vocab_size()
+        # Symbols of the user-defined type match in any text, and the package does not tell which they are.
+        defined = re.compile(r"<\|[^\s|]+\|>")
+        self.special = {name: i for i, name in enumerate(map(sp.id_to_piece, range(size)))
+                        if sp.is_control(i) or name in STOP_TOKENS or name in ends or defined.fullmatch(name)}
+        self.special |= {token["content"]: i for i, token in added.items()
+                         if token.get("special") and i != sp.unk_id()}
+        self._special_ids = frozenset(self.special.values())
+        self._added = {i: token["content"].encode() for i, token in added.items() if i >= size}
+        self.vocab_size = 1 + max([size - 1, *self._added])
+        self.bos = sp.id_to_piece(sp.bos_id()) if sp.bos_id() >= 0 else None
+        self.eos = sp.id_to_piece(sp.eos_id()) if sp.eos_id() >= 0 else None
+        space = sp.piece_to_id("\u2581")
+        self.strips_space = sp.decode([space, space]) != "  "
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                for token in self._sp.encode(part):
+                    ids += self._spelled(token) if token in self._special_ids else [token]
+        return ids
+
+    def _spelled(self, token: int) -> list[int]:
+        """A user-defined symbol that the text happened to hold, as ids of its characters or bytes."""
+        ids = []
+        for char in self._sp.id_to_piece(token):
+            whole = self._sp.piece_to_id(char)
+            names = [char] if whole != self._sp.unk_id() else [f"<0x{byte:02X}>" for byte in char.encode()]
+            ids += map(self._sp.piece_to_id, names)
+        return ids
+
+    def piece(self, token: int) -> bytes:
+        if token in self._special_ids or not 0 <= token < self.vocab_size:
+            return b""
+        if token >= self._sp.vocab_size():
+            return self._added.get(token, b"")
+        if token == self._sp.unk_id():
+            return " \u2047 ".encode()  # as sentencepiece itself shows it
+        name = self._sp.id_to_piece(token)
+        return _spaced(name, self._sp.is_byte(token))
+
+
+class TiktokenCodec:
+    """A tiktoken rank file (lines of "base64 rank") with Llama 3's split and, unless tokenizer_config.json
+    names others, its 256 special tokens after the ranks."""
+
+    strips_space = False
+
+    def __init__(self, data: bytes, added: dict[int, dict[str, Any]]):
+        """added: added_tokens_decoder of tokenizer_config.json."""
+        import tiktoken
+
+        lines = (line.split() for line in data.splitlines() if line)
+        try:
+            ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        except ValueError as error:
+            raise ValueError("tokenizer.model has a line that is no 'base64 rank', fetch it again") from error
+        size = len(ranks)
+        if sorted(ranks.values()) != list(range(size)) or any(bytes([b]) not in ranks for b in range(256)):
+            raise ValueError(f"tokenizer.model has {size} ranks with gaps or bytes missing: fetch it again")
+        self.special = {token["content"]: i for i, token in added.items() if i >= size}
+        self.special = self.special or {name: size + i for i, name in enumerate(LLAMA3_SPECIAL)}
+        self.vocab_size = 1 + max(self.special.values())
+        self.bos = "<|begin_of_text|>" if "<|begin_of_text|>" in self.special else None
+        self.eos = "<|end_of_text|>" if "<|end_of_text|>" in self.special else None
+        self._pieces = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
+        self._encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks,
+                                           special_tokens={})
+
+    def encode(self, parts: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                # The package panics on a million spaces; Meta's code cuts runs at this length too.
+                cuts = [0, *(run.end() for run in re.finditer(r"\s{25000}|\S{25000}", part)), len(part)]
+                for begin, end in zip(cuts, cuts[1:], strict=False):
+                    ids += self._encoding.encode_ordinary(part[begin:end])
+        return ids
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
+
+def _sniff(data: bytes) -> str:
+    """json, tiktoken or sentencepiece; otherwise the rest of a sentence "FILE ..." saying what is wrong."""
+    if data.lstrip()[:1] == b"{":
+        return "json"
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)", data):
+        return "tiktoken"
+    if data.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file: run `git lfs pull` in the repository it comes from"
+    if data[:1] == b"\n":  # the tag of the first field, pieces, of the protocol buffer
+        return "sentencepiece"
+    return "holds neither a JSON object, nor a sentencepiece model, nor tiktoken ranks: fetch it again"
+
+
+def _decoder_style(spec: dict[str, Any]) -> tuple[dict[str, int] | None, bool]:
+    """How tokens spell bytes: (character -> byte, None in the sentencepiece style; strips_space)."""
+    decoder = spec.get("decoder") or {}
+    steps = decoder.get("decoders") or [decoder]
+    kinds = {step.get("type"): step for step in steps}
+    if "ByteLevel" in kinds:
+        return _byte_alphabet(), False
+    if "Metaspace" in kinds:
+        step = kinds["Metaspace"]
+        return None, step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
+    if "ByteFallback" in kinds or spec["model"].get("byte_fallback"):
+        return None, kinds.get("Strip", {}).get("start", 0) > 0
+    raise ValueError(f"tokenizer.json has the decoder {'+'.join(map(str, kinds))}: only ByteLevel, Metaspace "
+                     "and ByteFallback, those of Llama-like models, are read; use such a model")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the 68 others follow from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _spaced(name: str, is_byte: bool) -> bytes:
+    """The bytes of a sentencepiece-style token: <0xE4> is a byte, U+2581 a space."""
+    return bytes([int(name[3:5], 16)]) if is_byte else name.replace("\u2581", " ").encode()
+
+
+def _first_of_template(processor: dict[str, Any] | None) -> str | None:
+    """The special token that tokenizer.json's post-processor puts before a text."""
+    for step in (processor or {}).get("processors") or [processor or {}]:
+        if step.get("type") == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
+            return step["single"][0]["SpecialToken"]["id"]
+    return None
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's chat_template: a string, or a list's default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise ValueError(f"{folder} has the chat templates {sorted(template)}: name one of them default")
+        template = template["default"]
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return _parse_json(path.read_bytes(), str(path)) if path.is_file() else {}
+
+
+def _parse_json(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON, fetch it again: {error}") from error
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: config files write it as a string or as an object with a content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    """A copy of nested lists and dicts in which every string value is changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(entry, change) for key, entry in value.items()}
+    return [_map_strings(entry, change) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _whole(text: str) -> str:
+    """Text with U+FFFD for lone surrogates (a shell argument that was no UTF-8), which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

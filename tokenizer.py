@@ -1,11 +1,5 @@
 """Text to token ids and back: tokenizer.json, sentencepiece or tiktoken behind one small face; chat.
 
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer.encode("Hello")                                 # BOS first, if the model uses one
-    ids = tokenizer.chat([{"role": "user", "content": "Hello"}])    # through the model's own chat template
-    stream = TextStream(tokenizer)
-    text = "".join(map(stream.feed, ids)) + stream.finish()         # each piece: whole characters only
-
 Three rules hold for all three kinds of file:
 - Text is text. What merely looks like a special token ("<|eot_id|>" typed by a user) is spelled out in
   ordinary tokens; only encode_special and the template's own words give special ids.
@@ -23,9 +17,10 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,7 +55,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     data = path.read_bytes()
     kind = _sniff(data)
     if kind == "json":
-        codec: Codec = JsonCodec(data, ends)
+        codec: Codec = JsonCodec(_read_json(path), ends)
     elif kind == "tiktoken":
         codec = TiktokenCodec(data, added)
     elif kind == "sentencepiece":
@@ -80,12 +75,9 @@ class Tokenizer:
 
     def __init__(self, codec: Codec, config: dict[str, Any], template: str | None, stops: Sequence[Any] = ()):
         """config: tokenizer_config.json's entries; stops: eos_token_id values (None, int or list)."""
-        self.codec = codec
-        self.special = codec.special
-        self.vocab_size = codec.vocab_size
-        self.chat_template = template
-        keys = ("bos_token", "eos_token", "unk_token", "pad_token")
-        names = {key: _content(config.get(key)) for key in keys}
+        self.codec, self.chat_template = codec, template
+        self.special, self.vocab_size = codec.special, codec.vocab_size
+        names = {f"{key}_token": _content(config.get(f"{key}_token")) for key in ("bos", "eos", "unk", "pad")}
         adds_bos = config.get("add_bos_token")
         bos = codec.bos if adds_bos is None else (names["bos_token"] or codec.bos) if adds_bos else None
         self.bos_id: int | None = self.special.get(bos) if bos else None
@@ -156,16 +148,14 @@ class Tokenizer:
         def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
             return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own escapes HTML
 
-        def strftime_now(form: str) -> str:
-            return datetime.now().strftime(form)
-
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                             extensions=["jinja2.ext.loopcontrols"])
         env.filters["tojson"] = tojson
-        env.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        env.globals["raise_exception"] = raise_exception
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         # {% generation %} marks replies for training masks; here it is a block that is always taken.
-        source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.chat_template)
-        source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
+        source = re.sub(r"(?<=\{%)(-?\s*)generation(?=\s*-?%\})", r"\1if true", self.chat_template)
+        source = re.sub(r"(?<=\{%)(-?\s*)endgeneration(?=\s*-?%\})", r"\1endif", source)
         try:
             return env.from_string(source)
         except TemplateError as error:
@@ -219,13 +209,13 @@ class JsonCodec:
     Special tokens are renamed to something unguessable when the file is loaded. So no text can hit them,
     whatever its normalizer, merges and flags say; the package's rules for the text around them still hold."""
 
-    def __init__(self, data: bytes, ends: set[str]):
-        """ends: names of BOS and EOS, special even if the file does not mark them so."""
+    def __init__(self, spec: dict[str, Any], ends: set[str]):
+        """spec: the file's contents, changed here; ends: names of BOS and EOS, special though unmarked."""
         import tokenizers
 
-        spec = _parse_json(data, "tokenizer.json")
-        self.bos = _first_of_template(spec.get("post_processor"))
-        self.eos = None
+        if "vocab" not in (spec.get("model") or {}):
+            raise ValueError("tokenizer.json holds no vocabulary: fetch it again")
+        self.bos, self.eos = _first_of_template(spec.get("post_processor")), None
         vocab = spec["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
         added = {token["content"]: token for token in spec.get("added_tokens") or []}
@@ -255,11 +245,9 @@ class JsonCodec:
     def piece(self, token: int) -> bytes:
         if token in self._special_ids or not 0 <= token < self.vocab_size:
             return b""
-        if token in self._added:
-            return self._added[token]
-        name = self._tokenizer.id_to_token(token)  # None in a gap of the vocabulary
-        if name is None:
-            return b""
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._added:  # None: a gap in the vocabulary
+            return self._added.get(token, b"")
         if self._bytes is None:
             return _spaced(name, re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None)
         return bytes(map(self._bytes.__getitem__, name)) if self._bytes.keys() >= set(name) else name.encode()
@@ -313,18 +301,13 @@ class SentencePieceCodec:
         self.strips_space = sp.decode([space, space]) != "  "
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
-        ids: list[int] = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                for token in self._sp.encode(part):
-                    ids += self._spelled(token) if token in self._special_ids else [token]
-        return ids
+        return _join(parts, lambda text: [i for token in self._sp.encode(text) for i in self._spelled(token)])
 
     def _spelled(self, token: int) -> list[int]:
-        """A user-defined symbol that the text happened to hold, as ids of its characters or bytes."""
-        ids = []
+        """A text's token; a user-defined symbol that the text happens to hold becomes characters or bytes."""
+        if token not in self._special_ids:
+            return [token]
+        ids: list[int] = []
         for char in self._sp.id_to_piece(token):
             whole = self._sp.piece_to_id(char)
             names = [char] if whole != self._sp.unk_id() else [f"<0x{byte:02X}>" for byte in char.encode()]
@@ -338,8 +321,7 @@ class SentencePieceCodec:
             return self._added.get(token, b"")
         if token == self._sp.unk_id():
             return " \u2047 ".encode()  # as sentencepiece itself shows it
-        name = self._sp.id_to_piece(token)
-        return _spaced(name, self._sp.is_byte(token))
+        return _spaced(self._sp.id_to_piece(token), self._sp.is_byte(token))
 
 
 class TiktokenCodec:
@@ -363,26 +345,26 @@ class TiktokenCodec:
         self.special = {token["content"]: i for i, token in added.items() if i >= size}
         self.special = self.special or {name: size + i for i, name in enumerate(LLAMA3_SPECIAL)}
         self.vocab_size = 1 + max(self.special.values())
-        self.bos = "<|begin_of_text|>" if "<|begin_of_text|>" in self.special else None
-        self.eos = "<|end_of_text|>" if "<|end_of_text|>" in self.special else None
+        self.bos, self.eos = LLAMA3_SPECIAL[:2]
         self._pieces = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
         self._encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks,
                                            special_tokens={})
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
-        ids: list[int] = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                # The package panics on a million spaces; Meta's code cuts runs at this length too.
-                cuts = [0, *(run.end() for run in re.finditer(r"\s{25000}|\S{25000}", part)), len(part)]
-                for begin, end in zip(cuts, cuts[1:], strict=False):
-                    ids += self._encoding.encode_ordinary(part[begin:end])
-        return ids
+        return _join(parts, self._encode_text)
+
+    def _encode_text(self, text: str) -> list[int]:
+        # The package panics on a million spaces; Meta's code cuts runs at this length too.
+        cuts = [0, *(run.end() for run in re.finditer(r"\s{25000}|\S{25000}", text)), len(text)]
+        pieces = (text[begin:end] for begin, end in pairwise(cuts))
+        return [token for piece in pieces for token in self._encoding.encode_ordinary(piece)]
 
     def piece(self, token: int) -> bytes:
         return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
+
+def _join(parts: Sequence[str | int], encode: Callable[[str], list[int]]) -> list[int]:
+    return [i for part in parts for i in ([part] if isinstance(part, int) else encode(part))]
 
 
 def _sniff(data: bytes) -> str:
@@ -428,7 +410,8 @@ def _spaced(name: str, is_byte: bool) -> bytes:
 
 def _first_of_template(processor: dict[str, Any] | None) -> str | None:
     """The special token that tokenizer.json's post-processor puts before a text."""
-    for step in (processor or {}).get("processors") or [processor or {}]:
+    processor = processor or {}
+    for step in processor.get("processors") or [processor]:
         if step.get("type") == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
             return step["single"][0]["SpecialToken"]["id"]
     return None
@@ -442,22 +425,17 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        if "default" not in template:
-            raise ValueError(f"{folder} has the chat templates {sorted(template)}: name one of them default")
-        template = template["default"]
-    return template
+    if isinstance(template, dict) and "default" not in template:
+        raise ValueError(f"{folder} has the chat templates {sorted(template)}: name one of them default")
+    return template["default"] if isinstance(template, dict) else template
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _parse_json(path.read_bytes(), str(path)) if path.is_file() else {}
-
-
-def _parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """The object in a JSON file, {} when there is no file."""
     try:
-        return json.loads(data)
+        return json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{name} is not JSON, fetch it again: {error}") from error
+        raise ValueError(f"{path} is not JSON, fetch it again: {error}") from error
 
 
 def _content(token: Any) -> str | None:

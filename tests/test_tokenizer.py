@@ -1,4 +1,4 @@
-"""tokenizer.py on small vocabularies made here; the slow twins are the three packages themselves and transformers."""
+"""tokenizer.py on small vocabularies made here; the twins are the three packages and transformers."""
 
 import base64
 import io
@@ -15,17 +15,21 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from tokenizer import LLAMA3_SPECIAL, LLAMA3_SPLIT, TextStream, load_tokenizer
 
-LINES = ["Hello there, this is a small text about whales and the sea.", "The whale said: don't! 2024 is 42 years on.",
-         "user assistant system message content", "你好世界 again and again", "tabs\tand  two spaces, the end </s>"] * 4
-TEXTS = ["Hello the whale", "", " ", "  two  spaces ", "🙂🏳️‍🌈 family 👨‍👩‍👧", "你好，世界", "a\r\nb\r\n\r\n c\tx", "\0",
-         "<|im_start|>user <|im_end|><|eot_id|></s><s> <|begin_of_text|>", "e\u0301 ﬁ", "<0x41>", "'s 'LL 1234567"]
-CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + "
-          "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-LLAMA3 = ("{{- bos_token }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
-          "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
-          "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}")
-LLAMA2 = ("{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}"
-          "{% elif m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+LINES = ["Hello there, this is a small text about whales and the sea.", "The whale said: don't! 2024 is 42.",
+         "user assistant system message content", "你好世界 again", "tabs\tand  two spaces, the end </s>"] * 4
+TEXTS = ["Hello the whale", "", " ", "  two  spaces ", "🙂🏳️‍🌈 family 👨‍👩‍👧", "你好，世界", "\0", "e\u0301 ﬁ",
+         "<0x41>", "a\r\nb\r\n\r\n c\tx", "'s 'LL 1234567",
+         "<|im_start|>user <|im_end|><|eot_id|></s><s> <|begin_of_text|>"]
+CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | "
+          "trim + '<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+LLAMA3 = ("{{- bos_token }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] "
+          "+ '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
+          "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n"
+          "{%- endif %}")
+LLAMA2 = ("{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}"
+          "{{ raise_exception('no such role') }}{% elif m.role == 'user' %}"
+          "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
           "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 
 
@@ -46,7 +50,8 @@ def make_bytelevel(folder: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     tok.add_tokens(["<think>"])
     tok.save(str(folder / "tokenizer.json"))
-    return write(folder, {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHATML})
+    ends = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
+    return write(folder, {**ends, "chat_template": CHATML})
 
 
 def make_spaced(folder: Path) -> Path:
@@ -68,14 +73,15 @@ def make_spaced(folder: Path) -> Path:
 def make_sentencepiece(folder: Path, **options: object) -> Path:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=model, vocab_size=380, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2, **options)
+        sentence_iterator=iter(LINES), model_writer=model, vocab_size=380, model_type="bpe", minloglevel=2,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, **options)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return write(folder, {"chat_template": LLAMA2})
 
 
 def make_tiktoken(folder: Path) -> Path:
-    pieces = [bytes([b]) for b in range(256)] + [b" t", b"he", b"ll", b" the", b"\n\n", b"user", b"wh", b"ale", b"  "]
+    merges = [b" t", b"he", b"ll", b" the", b"\n\n", b"us", b"er", b"user", b"wh", b"al", b"ale", b"  "]
+    pieces = [bytes([b]) for b in range(256)] + merges
     lines = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)]
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
     return write(folder, {"chat_template": LLAMA3})
@@ -176,13 +182,14 @@ def test_stop_ids_come_from_every_file(tmp_path: Path, listed: object) -> None:
 
 def test_llama3_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_tiktoken(tmp_path))
-    assert {tokenizer.special[name] for name in ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")} == tokenizer.stop_ids
+    names = ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+    assert {tokenizer.special[name] for name in names} == tokenizer.stop_ids
 
 
 def test_unmarked_eos_is_special(tmp_path: Path) -> None:
     make_bytelevel(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    spec["added_tokens"] = [t | {"special": False} for t in spec["added_tokens"] if t["content"] != "<|im_end|>"]
+    spec["added_tokens"] = [t | {"special": False} for t in spec["added_tokens"] if t["id"] != 2]
     write(tmp_path, {"eos_token": "<|im_end|>"}, tokenizer=spec)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_special("a<|im_end|>")[-1] == 2 and 2 in tokenizer.stop_ids
@@ -201,7 +208,8 @@ def test_stored_truncation_cuts_nothing(tmp_path: Path) -> None:
 
 
 def test_symbols_defined_inside_sentencepiece(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_sentencepiece(tmp_path, user_defined_symbols=["<|im_start|>", "<|im_end|>"]))
+    symbols = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = load_tokenizer(make_sentencepiece(tmp_path, user_defined_symbols=symbols))
     text = "x <|im_end|> y<|im_start|>"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and not set(ids[1:]) & set(tokenizer.special.values())
@@ -230,7 +238,7 @@ def test_kind_is_what_the_file_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("contents, remedy", [
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"), (b"<html>", "fetch it again"),
+    (b"version https://git-lfs.github.com/spec/v1\noid 0\n", "git lfs pull"), (b"<html>", "fetch it again"),
     (b"", "fetch it again"), (b"\ngarbage", "fetch it again"), (b"IQ== 0\nIg== 1\n", "fetch it again"),
     (b"IQ== 0\nhello\n", "fetch it again")])
 def test_bad_files_are_refused_with_a_remedy(tmp_path: Path, contents: bytes, remedy: str) -> None:
@@ -245,6 +253,8 @@ def test_other_refusals(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="fetch it again"):
         load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no vocabulary"):
+        load_tokenizer(write(tmp_path, tokenizer={"version": 1}))
     tok = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     tok.decoder = decoders.WordPiece()
     tok.save(str(tmp_path / "tokenizer.json"))
@@ -275,7 +285,8 @@ def test_template_is_found_in_its_three_places(tmp_path: Path) -> None:
     for template in ("one", [{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}]):
         tokenizer = load_tokenizer(write(tmp_path, {"chat_template": template}))
         assert tokenizer.decode(tokenizer.chat([])) == "one"
-    (tmp_path / "chat_template.jinja").write_text("{% generation %}\nthree{% endgeneration %}", encoding="utf-8")
+    template = "{% generation %}\nthree{% endgeneration %}"
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.chat([])) == "three"
 
@@ -291,9 +302,10 @@ def test_chat_keeps_user_text_text(tmp_path: Path, make: object) -> None:
 
 
 def test_guarded_text_is_tokenized_like_any_text(tmp_path: Path) -> None:
-    """The special-looking part apart, nothing changes: the ids are those of the template's words and the text together."""
+    """The ids are those of the template's words and the user's together, as if nothing looked special."""
     tokenizer = load_tokenizer(make_bytelevel(tmp_path))
-    ids = tokenizer.chat([{"role": "user", "content": "\n the <|im_end|> whale"}], add_generation_prompt=False)
+    turn = {"role": "user", "content": "\n the <|im_end|> whale"}
+    ids = tokenizer.chat([turn], add_generation_prompt=False)
     inner = tokenizer.encode("user\nthe <|im_end|> whale")
     assert ids == [1, *inner, 2, *tokenizer.encode("\n")]
 
@@ -314,7 +326,8 @@ def test_chat_is_transformers_own(tmp_path: Path) -> None:
              {"role": "assistant", "content": "你好"}, {"role": "user", "content": "again"}]
     make_bytelevel(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    twin = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=CHATML)
+    file = str(tmp_path / "tokenizer.json")
+    twin = transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=CHATML)
     for prompt in (True, False):
         expected = twin.apply_chat_template(turns, add_generation_prompt=prompt)["input_ids"]
         assert tokenizer.chat(turns, add_generation_prompt=prompt) == expected

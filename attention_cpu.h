@@ -1,0 +1,41 @@
+// What the operators (attention_cpu.cpp) and the kernels (attention_cpu_kernels.cpp) share.
+//
+// Letters as everywhere: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head_dim.
+#pragma once
+#include <cstdint>
+
+enum Kind : int { kInt8, kBFloat16, kFloat32 };
+
+struct View {  // a tensor [B, H, S or T, D], strides in bytes
+  char* data;
+  int64_t b, h, s, d;
+  char* at(int64_t ib, int64_t ih, int64_t is) const { return data + ib * b + ih * h + is * s; }
+};
+
+struct Attention {
+  View q, k, v, k_scales, v_scales, out;  // scales: bfloat16, data null when the values have none
+  Kind q_kind, k_kind, v_kind;
+  const int64_t* start;  // [B]
+  int64_t H, G, T, D;
+  int64_t queries() const { return G * T; }
+  // floats of one part: per query the largest score, the sum, the score's factor, D outputs, D of the query itself
+  int64_t part_floats() const { return queries() * (2 * D + 3); }
+};
+
+struct Store {  // new tokens x [B, H, T, D] into their slots
+  View x, values, scales;
+  Kind x_kind, kind;
+  const int64_t* start;
+  int64_t H, T, D;
+  bool per_head;  // one scale per token and head, else one per token
+};
+
+struct Kernels {
+  void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part);
+  void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
+  void (*store)(const Store&, int64_t row, int64_t last_row);  // rows are b * T + t
+};
+
+constexpr int64_t kTile = 256;       // slots whose scores are held at a time
+constexpr int64_t kMaxHeadDim = 512;
+

@@ -210,7 +210,7 @@ class KVCache(nn.Module):
             values.transpose(1, 2).index_put_(where, x.transpose(1, 2).to(values.dtype))
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
-        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, already written; its shape back."""
+        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, written before; its shape back."""
         if self.causal_mask != "none":
             return self._attend_masked(q, start)
         cached = (self.k_values, self.k_scales, self.v_values, self.v_scales)

@@ -7,6 +7,7 @@ the index file.  Sources are memory-mapped and written tensor by tensor, one sha
 """
 import argparse
 import json
+import pickle
 import re
 import sys
 import zipfile
@@ -66,6 +67,8 @@ def read_shard(path: Path) -> dict[str, Tensor]:
                 return {name: f.get_tensor(name) for name in f.keys()}
         # Files from before torch 1.6 are no zip and cannot be mapped.
         return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as e:  # torch's own message advises to load it unsafely
+        raise ValueError(f"{path} is damaged or holds more than tensors; fetch safetensors") from e
     except (SafetensorError, RuntimeError, EOFError) as e:
         raise ValueError(f"{path} cannot be read ({str(e).splitlines()[0]}); fetch it again") from e
 

@@ -60,7 +60,6 @@ def _is_interpreted() -> bool:
 
 _jit = triton.jit if triton else lambda function: function
 
-
 # ---- kernels: strides are in elements, D's is 1; offsets of rows, heads and blocks are int64 ----
 
 
@@ -263,10 +262,6 @@ def n_splits_for(multiprocessors: int, heads: int, length: int, block_n: int) ->
     return max(1, min(wanted, MAX_SPLITS, -(-length // block_n)))
 
 
-def _triton_dtype(dtype: torch.dtype):
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
 def decode_config(n_rows: int, head_dim: int, k_dtype: torch.dtype, v_dtype: torch.dtype,
                   q_dtype: torch.dtype) -> dict:
     """Constants of _split_kernel for G * T = `n_rows`: tile sizes, operand types, warps, pipeline stages.
@@ -286,8 +281,8 @@ def decode_config(n_rows: int, head_dim: int, k_dtype: torch.dtype, v_dtype: tor
         "BLOCK_D": block_d,
         "K_BITS": 8 if k_dtype == torch.int8 else 16,
         "V_BITS": 8 if v_dtype == torch.int8 else 16,
-        "QK_DTYPE": _triton_dtype(torch.float32 if is_wide else qk_dtype),
-        "PV_DTYPE": _triton_dtype(torch.float32 if is_wide else pv_dtype),
+        "QK_DTYPE": tl.float32 if is_wide else getattr(tl, str(qk_dtype).removeprefix("torch.")),
+        "PV_DTYPE": tl.float32 if is_wide else getattr(tl, str(pv_dtype).removeprefix("torch.")),
         "num_warps": 4,
         "num_stages": 1 if is_wide else 3,
     }

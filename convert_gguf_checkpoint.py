@@ -71,11 +71,12 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> ModelConfi
         "embedding_length", "block_count", "attention.head_count", "feed_forward_length", "context_length",
         "attention.layer_norm_rms_epsilon")}
     n_heads, dim = facts["attention.head_count"], facts["embedding_length"]
+    kv_key = "llama.attention.head_count_kv"
     if "token_embd.weight" not in tensors:
         raise ValueError("the checkpoint lacks token_embd.weight; is this a vocabulary only?")
     config = dict(
         vocab_size=int(tensors["token_embd.weight"].shape[1]), dim=dim, n_layers=facts["block_count"],
-        n_heads=n_heads, n_kv_heads=metadata.get("llama.attention.head_count_kv", n_heads),
+        n_heads=n_heads, n_kv_heads=required(metadata, kv_key) if kv_key in metadata else n_heads,
         head_dim=metadata.get("llama.attention.key_length", dim // n_heads),
         intermediate_size=facts["feed_forward_length"], max_position_embeddings=facts["context_length"],
         norm_eps=float(f"{facts['attention.layer_norm_rms_epsilon']:.6g}"),  # stored as float32

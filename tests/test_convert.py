@@ -306,6 +306,7 @@ def write_gguf(path: Path, model: "transformers.PreTrainedModel", metadata: dict
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     for key, value in metadata.items():
+        writer.kv_data[0].pop(key, None)
         add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32,
                float: writer.add_float32, list: writer.add_array}[type(value)]
         add(key, value)
@@ -380,6 +381,7 @@ def test_gguf_with_rope_freqs_gives_the_logits_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("metadata, message", [
     ({"arch": "qwen2"}, "qwen2"), ({"llama.expert_count": 8}, "mixture"),
+    ({"llama.attention.head_count": [4, 2]}, "layer to layer"),
     ({"llama.rope.scaling.type": "yarn"}, "yarn"), ({"llama.rope.dimension_count": 6}, "rotary"),
     ({"tokenizer.ggml.pre": "tekken"}, "tekken.*smollm"), ({"tokenizer.ggml.model": "bert"}, "bert.*gpt2"),
     ({"extra": {"blk.0.attn_q_norm.weight": torch.ones(12)}}, r"unexpected tensors: blk\.0\.attn_q_norm")])

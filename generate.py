@@ -1,0 +1,268 @@
+"""Generate text with a Llama-family model over a long, quantized KV cache.
+
+    python generate.py --checkpoint_path checkpoints/NAME/model.pth --prompt "Once upon a time" \\
+        --quantization int4wo-64 --kv_cache_quantization --compile
+
+Text goes to stdout as it is made; progress and the summary go to stderr.
+"""
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import report
+from inference import Engine, Timing, check_limits, make_sampler
+from load import load_checkpoint, random_model
+from model import ModelConfig
+from options import (
+    PRECISIONS,
+    Parser,
+    add_cache_flags,
+    add_model_flags,
+    cache_spec,
+    check_model_flags,
+    pick_device,
+)
+from tokenizer import TextStream, Tokenizer, load_tokenizer
+
+DEFAULT_PROMPT = "Hello, my name is"
+
+
+def make_parser() -> Parser:
+    """The flags of this script."""
+    parser = Parser(__doc__)
+    add_model_flags(parser)
+    text = parser.add_argument_group("prompt").add_mutually_exclusive_group()
+    text.add_argument("--prompt", help=f"default: {DEFAULT_PROMPT!r}")
+    text.add_argument("--prompt_file", type=Path, help="a UTF-8 text file")
+    text.add_argument("--prefill_size", type=int, metavar="N", help="a made-up prompt of N random tokens")
+    text.add_argument("--assume_filled", type=int, metavar="N",
+                      help="start as if N tokens were in the cache, with random contents (output is not text)")
+    text.add_argument("--interactive", action="store_true", help="a chat of many turns over one cache")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--num_samples", type=int, default=1, help="runs of the same prompt (default %(default)s)")
+    group.add_argument("--max_new_tokens", type=int, default=200, help="default %(default)s")
+    group.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
+    group.add_argument("--top_k", type=int, default=200, help="draw among so many tokens (default %(default)s)")
+    group.add_argument("--top_p", type=float, help="draw among the fewest tokens of this total probability")
+    group.add_argument("--seed", type=int, default=1234, help="default %(default)s")
+    group.add_argument("--ignore_eos", action="store_true", help="go on after a stop token (for benchmarks)")
+    add_cache_flags(parser)
+    group = parser.add_argument_group("speed and reports")
+    group.add_argument("--compile", action="store_true", help="compile the decode step")
+    group.add_argument("--compile_prefill", action="store_true", help="compile the prefill, too")
+    group.add_argument("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the last sample")
+    group.add_argument("--write_result", type=Path, metavar="FILE", help="append one JSON line on this run")
+    return parser
+
+
+@dataclass
+class Job:
+    """What is to be computed, settled before anything large is allocated."""
+    args: argparse.Namespace
+    config: ModelConfig
+    device: torch.device
+    tokenizer: Tokenizer | None
+    prompt: list[int]
+    start: int  # tokens that are in the cache before the prompt
+    cache_size: int
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        stops = self.tokenizer is not None and not self.args.ignore_eos
+        return self.tokenizer.stop_ids if stops else frozenset()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the tokens mean anything."""
+        made_up = self.args.prefill_size is not None or self.args.assume_filled is not None
+        return self.tokenizer is not None and not made_up
+
+
+def plan(args: argparse.Namespace) -> Job:
+    """Read the small files, encode the prompt, settle the sizes.  ValueError for whatever cannot work."""
+    check_model_flags(args)
+    if args.num_samples < 1:
+        raise ValueError(f"--num_samples is {args.num_samples}; give 1 or more")
+    if args.random_weights:
+        config, tokenizer = ModelConfig.from_json(args.random_weights), None
+    else:
+        config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
+        tokenizer = load_tokenizer(args.checkpoint_path.parent)
+    start = args.assume_filled or 0
+    if args.interactive:
+        if tokenizer is None:
+            raise ValueError("--interactive needs a --checkpoint_path with a tokenizer")
+        prompt, cache_size = [], args.cache_size or config.max_position_embeddings
+        check_limits(1, args.max_new_tokens, cache_size, config)
+    else:
+        prompt = encode_prompt(args, config, tokenizer)
+        need = start + len(prompt) + args.max_new_tokens
+        cache_size = args.cache_size or min(-(-need // 64) * 64, config.max_position_embeddings)
+        check_limits(start + len(prompt), args.max_new_tokens, cache_size, config)
+    return Job(args, config, pick_device(args), tokenizer, prompt, start, cache_size)
+
+
+def encode_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt's tokens: made up, from a file, from the flag, through the chat template."""
+    count = 1 if args.assume_filled is not None else args.prefill_size
+    if count is not None or tokenizer is None:
+        generator = torch.Generator().manual_seed(args.seed)
+        return torch.randint(config.vocab_size, (6 if count is None else count,), generator=generator).tolist()
+    text = args.prompt if args.prompt is not None else DEFAULT_PROMPT
+    if args.prompt_file:
+        if not args.prompt_file.is_file():
+            raise ValueError(f"no file at {args.prompt_file}; --prompt_file wants a UTF-8 text")
+        text = args.prompt_file.read_text(encoding="utf-8")
+    return tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
+
+
+def progress(what: str, least: int) -> "callable":
+    """A tqdm over iterables of more than `least` items, on stderr."""
+    def wrap(items: Iterable) -> Iterable:
+        return tqdm(items, desc=what, leave=False, disable=len(items) <= least)
+    return wrap
+
+
+def build_engine(job: Job) -> tuple[Engine, dict[str, float]]:
+    """The model with its caches, compiled if asked; and the seconds of loading and compiling."""
+    args = job.args
+    sampler = make_sampler(args.temperature, args.top_k, args.top_p)
+    spec, began = cache_spec(args), time.perf_counter()
+    options = (job.config, job.device, PRECISIONS[args.precision], args.quantization, progress("load", 0))
+    model = random_model(*options) if args.random_weights else load_checkpoint(args.checkpoint_path, *options)
+    engine = Engine(model, spec, job.cache_size, args.causal_mask, sampler, prefill_chunk=args.prefill_chunk,
+                    compile=args.compile, compile_prefill=args.compile_prefill)
+    load_s = time.perf_counter() - began
+    return engine, {"load_s": load_s, "compile_s": engine.warm_up()}
+
+
+def run_samples(engine: Engine, job: Job) -> tuple[list[Timing], int]:
+    """Generate every sample, its text to stdout; timings and the number of new tokens of the last."""
+    timings, count = [], 0
+    torch.manual_seed(job.args.seed)
+    for i in range(job.args.num_samples):
+        if job.start:
+            engine.assume_filled(job.start)
+        last = i == job.args.num_samples - 1
+        with profiler(job.args.profile if last else None):
+            tokens = engine.generate(job.prompt, job.args.max_new_tokens, job.stop_ids, job.start,
+                                     progress("prefill", 4))
+            count = print_tokens(tokens, job.tokenizer if job.is_text else None, job.stop_ids, job.prompt)
+        timings.append(engine.timing)
+    return timings, count
+
+
+def print_tokens(tokens: Iterable[int], tokenizer: Tokenizer | None, stop_ids: frozenset[int],
+                 context: Iterable[int] = ()) -> int:
+    """Write a stream of tokens as text (as numbers without a tokenizer); how many there were."""
+    stream = TextStream(tokenizer, context) if tokenizer else None
+    count = 0
+    for token in tokens:
+        count += 1
+        if stream is None:
+            print(token, end=" ", flush=True)
+        elif token not in stop_ids:
+            print(stream.feed(token), end="", flush=True)
+    print(stream.finish() if stream else "", flush=True)
+    return count
+
+
+@contextlib.contextmanager
+def profiler(path: Path | None) -> "Iterable[None]":
+    """Trace what runs inside into a file for chrome://tracing or Perfetto; nothing without a path."""
+    if path is None:
+        yield
+        return
+    with torch.profiler.profile() as trace:
+        yield
+    trace.export_chrome_trace(str(path))
+
+
+def chat_turns(engine: Engine, job: Job) -> None:
+    """Read a line, answer it, over one cache: a turn feeds only what the cache does not hold yet."""
+    torch.manual_seed(job.args.seed)
+    messages, held = [], []  # held: the tokens in the cache, slot by slot
+    print("Type a message; an empty line or end of file ends the chat.", file=sys.stderr)
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        text = sys.stdin.readline().rstrip("\n")
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        ids = job.tokenizer.chat(messages)
+        room = min(job.args.max_new_tokens, job.cache_size - len(ids))
+        if room < 1:
+            print(f"The conversation of {len(ids)} tokens fills the cache of {job.cache_size} slots; start again "
+                  "with a larger --cache_size.", file=sys.stderr)
+            return
+        same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b),
+                    min(len(held), len(ids) - 1))
+        reply = []
+        tokens = engine.generate(ids[same:], room, job.tokenizer.stop_ids, same)
+        print_tokens(tee(tokens, reply), job.tokenizer, job.tokenizer.stop_ids)
+        messages.append({"role": "assistant", "content": job.tokenizer.decode(reply).strip()})
+        held = ids + reply[:-1]  # the last token was sampled, not fed
+        print(f"[{len(ids) - same} tokens fed, {same} kept, {len(reply)} new]", file=sys.stderr)
+
+
+def tee(tokens: Iterable[int], into: list[int]) -> Iterable[int]:
+    """Pass tokens on and keep them."""
+    for token in tokens:
+        into.append(token)
+        yield token
+
+
+def result_row(job: Job, engine: Engine, timings: list[Timing], new_tokens: int, seconds: dict[str, float],
+               resident_before: int) -> dict:
+    """The JSON object of a run (see README.md, Results)."""
+    args, spec = job.args, engine.spec
+    cache = {"k_bits": spec.k_bits, "v_bits": spec.v_bits, "axis": spec.axis, "k_layout": spec.k_layout,
+             "v_layout": spec.v_layout, "size": job.cache_size}
+    source = args.random_weights or args.checkpoint_path
+    return {
+        "argv": sys.argv, "model": str(source), "random_weights": args.random_weights is not None,
+        "is_text": job.is_text, "device": report.device_name(job.device), "torch": torch.__version__,
+        "precision": args.precision, "quantization": args.quantization, "cache": cache,
+        "causal_mask": args.causal_mask, "compile": args.compile, "prompt_tokens": len(job.prompt),
+        "assumed_tokens": job.start, "new_tokens": new_tokens, **seconds,
+        **report.speeds(engine, timings, report.model_bytes(engine.model)),
+        "bytes": report.model_bytes(engine.model), **report.peak_memory(job.device, resident_before)}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Everything that the flags ask for."""
+    job = plan(args)
+    resident_before = report.resident_bytes()
+    engine, seconds = build_engine(job)
+    if args.interactive:
+        return chat_turns(engine, job)
+    timings, new_tokens = run_samples(engine, job)
+    row = result_row(job, engine, timings, new_tokens, seconds, resident_before)
+    print(report.summary(row), file=sys.stderr)
+    if not job.is_text:
+        print("The prompt or the weights are made up: the output is not text.", file=sys.stderr)
+    if args.write_result:
+        report.append_json(args.write_result, row)
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    try:
+        run(args)
+    except ValueError as e:
+        print(f"generate.py: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Prefill in chunks, decode step by step, sample: a model with its caches attached, ready to generate.
+
+    engine = Engine(model, CacheSpec.parse("int8"), cache_size=8192, compile=True)
+    for token in engine.generate(prompt_ids, max_new_tokens=100, stop_ids=tokenizer.stop_ids):
+        ...
+
+Letters: B batch, T new tokens of a call, V vocabulary.
+"""
+import time
+import types
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kv_cache import CacheSpec, KVCache, attach
+from model import ModelConfig, Transformer
+
+Sampler = Callable[[Tensor], Tensor]
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row: [B, V] -> int64 [B]."""
+    return logits.argmax(-1)
+
+
+def make_sampler(temperature: float = 0.8, top_k: int | None = None, top_p: float | None = None) -> Sampler:
+    """A function [B, V] logits -> [B] tokens, drawn among the `top_k` likeliest tokens and among the fewest
+    that together have probability `top_p`.  Temperature 0 is greedy.  Draws by the exponential race
+    argmax(p / e), e ~ Exp(1), which needs no synchronisation."""
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1, "
+                         f"not {temperature}, {top_k}, {top_p}")
+    if temperature == 0:
+        return greedy
+
+    def sample(logits: Tensor) -> Tensor:
+        logits = logits.float() / temperature
+        if top_k is not None:
+            least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probs = logits.softmax(-1)
+        if top_p is not None:
+            ordered, order = probs.sort(dim=-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= top_p  # the first token always stays
+            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(beyond, 0))
+        return (probs / torch.empty_like(probs).exponential_(1)).argmax(-1)
+
+    return sample
+
+
+def _decode_step(model: Transformer, sampler: Sampler, token: Tensor, start: Tensor) -> Tensor:
+    """The tokens [B] that follow token [B] at positions start [B]."""
+    return sampler(model(token[:, None], start))
+
+
+def check_limits(prompt_tokens: int, max_new_tokens: int, cache_size: int, config: ModelConfig) -> None:
+    """ValueError, with the numbers and the flag that helps, when a run would leave the cache or the model."""
+    need, most = prompt_tokens + max_new_tokens, config.max_position_embeddings
+    if prompt_tokens < 1:
+        raise ValueError("the prompt has no tokens; give --prompt some text")
+    if max_new_tokens < 0:
+        raise ValueError(f"--max_new_tokens is {max_new_tokens}; give 0 or more")
+    if need > most:
+        raise ValueError(f"prompt of {prompt_tokens} + {max_new_tokens} new tokens = {need} > {most} positions "
+                         "of the model (max_position_embeddings); shorten the prompt or --max_new_tokens")
+    if cache_size > most:
+        raise ValueError(f"--cache_size {cache_size} > {most} positions of the model "
+                         f"(max_position_embeddings); give --cache_size {most} or less")
+    if need > cache_size:
+        raise ValueError(f"prompt of {prompt_tokens} + {max_new_tokens} new tokens = {need} > cache of "
+                         f"{cache_size} slots; give --cache_size {need} or a smaller --max_new_tokens")
+
+
+@dataclass
+class Timing:
+    """Seconds of one generation.  decode_s covers `decode_steps` steps and none of the prefill."""
+    prefill_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    fed: int = 0  # tokens that prefill computed
+    depth: int = 0  # tokens in the cache when decoding began
+
+
+@dataclass
+class Engine:
+    """A model and fresh caches of `cache_size` slots, with its prefill and decode steps, compiled or not.
+
+    Compiled: one graph for decode; for prefill one for the chunk and one, dynamic, for what is left of a
+    prompt (two more if that is under quantize.MANY_ROWS tokens, or one token).  Guards on the model's modules
+    are dropped (they cost a fifth of a step): to change caches make a new engine.
+    """
+    model: Transformer
+    spec: CacheSpec
+    cache_size: int
+    causal_mask: str = "none"
+    sampler: Sampler = greedy
+    batch: int = 1
+    prefill_chunk: int = 512
+    cache_class: type[KVCache] = KVCache
+    compile: bool = False
+    compile_prefill: bool = False
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        self.device = self.model.norm.weight.device
+        attach(self.model, self.spec, self.batch, self.cache_size, self.causal_mask, self.cache_class)
+        self._decode, self._forward = _decode_step, self.model
+        if self.compile:
+            # A function of its own, since Dynamo keeps graphs by code object and these drop their guards.
+            own = types.FunctionType(_decode_step.__code__.replace(), globals(), "decode_step")
+            cuda = {"triton.cudagraphs": True} if self.device.type == "cuda" else {}
+            self._decode = torch.compile(own, fullgraph=True, dynamic=False, options={
+                "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, **cuda})
+        if self.compile_prefill:
+            self._forward = torch.compile(self.model)
+
+    @torch.inference_mode()
+    def warm_up(self) -> float:
+        """Compile what is to be compiled; seconds.  Writes slots that the first prefill overwrites."""
+        began = time.perf_counter()
+        token = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        if self.compile:
+            for _ in range(2):
+                self._decode(self.model, self.sampler, token, torch.zeros_like(token))
+        if self.compile_prefill:
+            chunk = min(self.prefill_chunk, self.cache_size)
+            for T in {chunk, chunk - 1 or 1}:
+                self._forward(token[:, None].expand(-1, T).contiguous(), torch.zeros_like(token))
+        self._wait()
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, start: int = 0, progress: Callable = iter) -> Tensor:
+        """Feed tokens [B, P] that stand at start .. start+P-1; logits [B, V] after the last one."""
+        logits = None
+        for lo in progress(range(0, tokens.shape[1], self.prefill_chunk)):
+            at = torch.full((self.batch,), start + lo, dtype=torch.int64, device=self.device)
+            logits = self._forward(tokens[:, lo:lo + self.prefill_chunk], at)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, token: Tensor, start: Tensor) -> Tensor:
+        """The tokens [B] after token [B], which stands at start [B]."""
+        return self._decode(self.model, self.sampler, token, start).clone()
+
+    @torch.inference_mode()
+    def assume_filled(self, count: int) -> None:
+        """Fill the first `count` slots with random contents: depth without the price of its prefill."""
+        config = self.model.config
+        shape = (self.batch, config.n_kv_heads, min(count, 4096), config.head_dim)
+        k, v = torch.randn(2, *shape, dtype=self.model.norm.weight.dtype, device=self.device)
+        for layer in self.model.layers:
+            for lo in range(0, count, 4096):
+                at = torch.full((self.batch,), lo, dtype=torch.int64, device=self.device)
+                n = min(4096, count - lo)
+                layer.attention.cache.write(at, k[:, :, :n], v[:, :, :n])
+
+    def generate(self, prompt: list[int], max_new_tokens: int, stop_ids: Collection[int] = (), start: int = 0,
+                 progress: Callable = iter) -> Iterator[int]:
+        """Feed `prompt` at position `start`, then yield up to `max_new_tokens` tokens, a stop token included.
+
+        `timing` tells what it took.  One row (batch 1).
+        """
+        timing = self.timing = Timing(fed=len(prompt), depth=start + len(prompt))
+        began = time.perf_counter()
+        logits = self.prefill(torch.tensor([prompt], device=self.device), start, progress)
+        self._wait()
+        timing.prefill_s = time.perf_counter() - began
+        if max_new_tokens == 0:
+            return
+        token = self.sampler(logits)
+        at = torch.tensor([timing.depth], device=self.device)
+        value = token.item()
+        timing.time_to_first_token_s = time.perf_counter() - began
+        yield value
+        for _ in range(max_new_tokens - 1):
+            if value in stop_ids:
+                return
+            began = time.perf_counter()
+            token = self.decode(token, at)
+            at += 1
+            value = token.item()
+            timing.decode_s += time.perf_counter() - began
+            timing.decode_steps += 1
+            yield value
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()

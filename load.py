@@ -1,0 +1,125 @@
+"""A model in memory, from a checkpoint or from random numbers, never holding its weights twice.
+
+The transformer is built without storage, then filled one layer at a time: a layer's tensors are mapped from
+the file, moved, packed, and unmapped before the next.  With `quantization` given, the full-precision weights
+of one layer are all that ever stands beside the packed ones.
+"""
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import quantize
+from model import ModelConfig, Transformer
+
+Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
+
+
+class CheckpointSource:
+    """Tensors of a model.pth, mapped anew for every layer so that its pages leave memory with it."""
+
+    def __init__(self, path: Path, quantization: str | None) -> None:
+        quantize.check_scheme(quantization)
+        if not path.is_file():
+            raise ValueError(f"no checkpoint at {path}; convert one first (see README.md)")
+        self.path = path
+        stored = self._open().get(quantize.SCHEME_KEY)
+        if stored and quantization not in (None, stored):
+            raise ValueError(f"{path} is stored as {stored}; it cannot become {quantization}")
+        self.packed, self.scheme = stored is not None, stored or quantization
+
+    def _open(self) -> dict:
+        try:
+            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, OSError) as e:
+            reason = str(e).splitlines()[0]
+            raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}") from e
+
+    def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        state = self._open()
+        prefix = f"{name}."
+        found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if not found and name == "lm_head":  # tied
+            found = {"weight": state["embed.weight"]}
+        needed = [key for key in ("weight", "bias") if getattr(module, key, None) is not None]
+        missing = [prefix + key for key in needed if key not in found]
+        if missing:
+            raise ValueError(f"{self.path} lacks {missing[0]}; its config.json may belong to another model")
+        shape, want = tuple(found["weight"].shape), tuple(module.weight.shape)
+        if shape != want and not (self.packed and isinstance(module, nn.Linear)):
+            raise ValueError(f"{self.path}: {prefix}weight is {shape}, but config.json says {want}")
+        return found
+
+
+class RandomSource:
+    """Random tensors of the right shapes, made directly in the packed form."""
+
+    def __init__(self, quantization: str | None, device: torch.device | str, dtype: torch.dtype) -> None:
+        quantize.check_scheme(quantization)
+        self.scheme, self.packed = quantization, quantization is not None
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        if isinstance(module, nn.RMSNorm):
+            return {"weight": torch.ones(module.weight.shape, dtype=self.dtype, device=self.device)}
+        made = {}
+        if isinstance(module, nn.Linear) and self.packed:
+            made = quantize.pack_random(module.out_features, module.in_features, self.scheme, self.device)
+        else:
+            weight = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
+            made["weight"] = weight.normal_(std=module.weight.shape[1] ** -0.5)
+        if getattr(module, "bias", None) is not None:
+            made["bias"] = torch.zeros(module.bias.shape, dtype=self.dtype, device=self.device)
+        return made
+
+
+def load_checkpoint(path: Path, config: ModelConfig, device: torch.device | str = "cpu",
+                    dtype: torch.dtype = torch.bfloat16, quantization: str | None = None,
+                    progress: Progress = iter) -> Transformer:
+    """The model of `path`, quantized on the way when `quantization` says so.  ValueError for a bad file."""
+    return _fill(config, CheckpointSource(path, quantization), device, dtype, progress)
+
+
+def random_model(config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+                 quantization: str | None = None, progress: Progress = iter) -> Transformer:
+    """A model of random weights, to time and to weigh an architecture without its checkpoint."""
+    return _fill(config, RandomSource(quantization, device, dtype), device, dtype, progress)
+
+
+def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: torch.device | str,
+          dtype: torch.dtype, progress: Progress) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config)
+    leaves = {name: module for name, module in model.named_modules()
+              if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm))}
+    shares_embedding = config.tie_word_embeddings and source.scheme is None
+    large = ["lm_head", "embed"]  # first, while all else is empty: their files pages are the peak of loading
+    for name in progress([name for name in large + [n for n in leaves if n not in large] if name in leaves]):
+        if name == "lm_head" and shares_embedding:
+            continue
+        tensors = source(name, leaves[name])
+        if isinstance(leaves[name], nn.Linear) and source.scheme is not None:
+            model.set_submodule(name, _packed_linear(tensors, source, device, dtype))
+        else:
+            for key, value in tensors.items():
+                setattr(leaves[name], key, _own(value, device, dtype))
+    if shares_embedding:
+        model.lm_head.weight = model.embed.weight
+    return model.eval()
+
+
+def _own(value: Tensor, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    """A copy that outlives the mapped file."""
+    return nn.Parameter(value.to(device, dtype, copy=True), requires_grad=False)
+
+
+def _packed_linear(tensors: dict[str, Tensor], source: CheckpointSource | RandomSource,
+                   device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    bias = tensors.pop("bias", None)
+    if not source.packed:
+        tensors = quantize.pack(tensors["weight"].to(device), source.scheme)
+    elif isinstance(source, CheckpointSource):
+        tensors = {key: value.to(device, copy=True) for key, value in tensors.items()}
+    bias = None if bias is None else bias.to(device, dtype, copy=True)
+    return quantize.linear(tensors, source.scheme, bias)

@@ -13,8 +13,9 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line and no abbreviation of a flag is guessed."""
 
-    def __init__(self, doc: str) -> None:
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def __init__(self, doc: str, **more: str) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **more)
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")

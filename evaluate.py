@@ -1,0 +1,421 @@
+"""What a quantized KV cache costs in accuracy, always against the 16-bit cache of the same model.
+
+    python evaluate.py perplexity --checkpoint_path checkpoints/NAME/model.pth --window 2048 --windows 3 \\
+        --compare int8:d,int8:hd
+    python evaluate.py rouge  ... --data FILE.jsonl      lines of {"prompt": ..., "reference": ...}
+    python evaluate.py needle ... --context 4096         a fact hidden in a long text, asked for
+
+Every token passes through the cache.  The 16-bit cache stores bfloat16 whatever the precision; the rest is
+computed in float32 unless --precision says otherwise, so that what differs is the cache.
+"""
+import argparse
+import copy
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import metrics
+from inference import Engine, check_limits
+from kv_cache import CacheSpec, KVCache, attach, detach
+from load import load_checkpoint
+from model import ModelConfig, Transformer
+from options import (
+    PRECISIONS,
+    Parser,
+    add_cache_flags,
+    add_model_flags,
+    cache_spec,
+    check_model_flags,
+    pick_device,
+)
+from tokenizer import Tokenizer, load_tokenizer
+
+BASELINE = "bf16"
+DEFAULT_TEXT = Path(__file__).with_name("data") / "moby_dick.txt"
+LOGIT_ROWS = 64  # positions whose logits, [rows, V], stand in memory at a time
+PLACES = ("Reykjavik", "Nairobi", "Lisbon", "Toronto", "Jakarta", "Warsaw", "Lima", "Hanoi")
+Progress = Callable[[Iterable], Iterable]
+
+
+def make_parser() -> Parser:
+    """The flags of this script: three tasks that share the flags of the model and of the cache."""
+    parser = Parser(__doc__)
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="perplexity|rouge|needle")
+    task = tasks.add_parser("perplexity", doc="Perplexity, KL divergence and top-1 agreement. " + PRECISION_NOTE)
+    group = _common_flags(task)
+    group.add_argument("--window", type=int, default=2048, metavar="TOKENS", help="default %(default)s")
+    group.add_argument("--windows", type=int, default=3, metavar="N",
+                       help="so many windows from the text's start (default %(default)s)")
+    task = tasks.add_parser("rouge", doc="ROUGE of greedy generation. " + PRECISION_NOTE)
+    group = _common_flags(task, max_new_tokens=64)
+    group.add_argument("--data", type=Path, metavar="FILE.jsonl",
+                       help='lines of {"prompt": ..., "reference": ...}; without it prompts are cut from the text and '
+                       "what the 16-bit cache writes is the reference")
+    group.add_argument("--prompts", type=int, default=20, metavar="N",
+                       help="prompts cut from the text (default %(default)s)")
+    group.add_argument("--prompt_tokens", type=int, default=256, metavar="TOKENS",
+                       help="length of each (default %(default)s)")
+    group.add_argument("--chat", action="store_true", help="wrap the prompts of --data in the chat template")
+    task = tasks.add_parser("needle", doc="A fact hidden in a long text, asked for. " + PRECISION_NOTE)
+    group = _common_flags(task, max_new_tokens=24)
+    group.add_argument("--context", type=int, default=2048, metavar="TOKENS",
+                       help="tokens of text, question and answer together (default %(default)s)")
+    group.add_argument("--depths", type=int, default=5, metavar="N",
+                       help="places of the fact, evenly from start to end (default %(default)s)")
+    group.add_argument("--trials", type=int, default=2, metavar="N", help="facts per depth (default %(default)s)")
+    return parser
+
+
+PRECISION_NOTE = ("Computed in float32 unless --precision says otherwise; the 16-bit cache, the baseline, stores "
+                  "bfloat16 whatever the precision.")
+
+
+def _common_flags(parser: argparse.ArgumentParser, max_new_tokens: int | None = None) -> argparse._ArgumentGroup:
+    """Flags of every task; returns the group for those of its own."""
+    add_model_flags(parser)
+    add_cache_flags(parser)
+    parser.set_defaults(precision="fp32")
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--text", type=Path, default=DEFAULT_TEXT, metavar="FILE",
+                       help="UTF-8 text (default: data/moby_dick.txt)")
+    group.add_argument("--compare", metavar="KIND[:AXIS],...",
+                       help="several kinds of --kv_cache_quantization, as in int8:d,int8:hd,16,8, against one baseline")
+    group.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
+    if max_new_tokens is not None:
+        group.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="default %(default)s")
+        group.add_argument("--seed", type=int, default=1234, help="of what is drawn (default %(default)s)")
+        group.add_argument("--compile", action="store_true", help="compile the decode step")
+    return group
+
+
+@dataclass
+class Job:
+    """What is to be measured, settled before anything large is allocated."""
+    args: argparse.Namespace
+    config: ModelConfig
+    device: torch.device
+    tokenizer: Tokenizer
+    specs: dict[str, CacheSpec]  # by name, the 16-bit baseline first
+
+    def load(self) -> Transformer:
+        args = self.args
+        return load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
+                               args.quantization, progress("load"))
+
+
+def plan(args: argparse.Namespace) -> Job:
+    """Read the small files and the flags.  ValueError for whatever cannot work."""
+    check_model_flags(args)
+    if args.random_weights:
+        raise ValueError("--random_weights have no accuracy to measure; give --checkpoint_path MODEL.pth")
+    for name in ("window", "windows", "prompts", "prompt_tokens", "context", "depths", "trials", "max_new_tokens"):
+        if getattr(args, name, 1) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; give 1 or more")
+    config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
+    tokenizer = load_tokenizer(args.checkpoint_path.parent)
+    return Job(args, config, pick_device(args), tokenizer, named_specs(args))
+
+
+def named_specs(args: argparse.Namespace) -> dict[str, CacheSpec]:
+    """The caches that --compare, or else the flags of generate.py, ask for; the 16-bit baseline first."""
+    kind = args.kv_cache_quantization
+    if args.compare is not None and kind is not None:
+        raise ValueError("give --compare or --kv_cache_quantization, not both")
+    names = [f"{kind}:{args.kv_quant_axis}"] if kind is not None else []
+    if args.compare is not None:
+        names = re.findall(r"\d+,\d+(?::\w+)?|[^,]+", args.compare)  # a kind may be two numbers of bits
+        if not names:
+            raise ValueError("--compare names no cache; give kinds such as int8:d,int8:hd")
+    specs = {}
+    for name in [BASELINE, *names]:
+        one = copy.copy(args)
+        one.precision = "bf16"  # of what a 16-bit cache stores
+        kind, _, axis = name.strip().partition(":")
+        one.kv_cache_quantization = None if name == BASELINE else kind
+        one.kv_quant_axis = axis or args.kv_quant_axis
+        specs[name.strip()] = cache_spec(one)
+    return specs
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text; ValueError when there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path} as a UTF-8 text: {e}") from e
+
+
+def need_tokens(ids: Sequence[int], count: int, what: str, path: Path) -> None:
+    """ValueError when a text has fewer than `count` tokens."""
+    if len(ids) < count:
+        raise ValueError(f"{path} has {len(ids)} tokens; {what} need {count}; give a longer --text or ask for less")
+
+
+def progress(what: str) -> Progress:
+    """A tqdm on stderr, where that is a terminal."""
+    return lambda items: tqdm(items, desc=what, leave=False, disable=None)
+
+
+# ---- perplexity, KL divergence, top-1 agreement
+
+
+def token_windows(ids: Sequence[int], window: int, windows: int) -> Tensor:
+    """The first tokens of a text as int64 [windows, window], without overlap."""
+    return torch.tensor(ids[:window * windows]).view(windows, window)
+
+
+@torch.inference_mode()
+def compare_caches(model: Transformer, windows: Tensor, specs: dict[str, CacheSpec], chunk: int = 512,
+                   length: int | None = None, causal_mask: str = "none", cls: type[KVCache] = KVCache,
+                   progress: Progress = iter) -> list[dict]:
+    """One row of figures per cache, the first being the baseline.  windows: int64 [N, W].
+
+    Each window starts at position 0 and passes through all caches chunk by chunk, side by side, over one set
+    of weights; of the logits LOGIT_ROWS positions stand in memory at a time.  Perplexity is over the W-1
+    predictions of each window, KL and top-1 over its W positions.
+    """
+    length = length or windows.shape[1]
+    held, windows = {}, windows.to(model.norm.weight.device)
+    for name, spec in specs.items():
+        attach(model, spec, 1, length, causal_mask, cls)
+        held[name] = [layer.attention.cache for layer in model.layers]
+    figures = {name: metrics.TokenFigures() for name in specs}
+    chunks = [(window, lo) for window in windows for lo in range(0, len(window), chunk)]
+    for window, lo in progress(chunks):
+        states = {}  # [T, E] each
+        for name, caches in held.items():
+            for layer, cache in zip(model.layers, caches, strict=True):
+                layer.attention.cache = cache
+            states[name] = model.hidden(window[None, lo:lo + chunk], torch.tensor([lo], device=window.device))[0]
+        _compare_states(model, states, window[lo + 1:lo + chunk + 1], figures)
+    detach(model)
+    per_token = {name: sum(cache.nbytes for cache in caches) / length for name, caches in held.items()}
+    return [{"cache": name, **figures[name].condense(), "bytes_per_token": per_token[name]} for name in specs]
+
+
+def _compare_states(model: Transformer, states: dict[str, Tensor], targets: Tensor,
+                    figures: dict[str, metrics.TokenFigures]) -> None:
+    """Add the figures of a chunk's final states [T, E] by cache; targets: the next tokens, [T] or [T-1]."""
+    count = len(next(iter(states.values())))
+    for lo in range(0, count, LOGIT_ROWS):
+        rows, base = slice(lo, lo + LOGIT_ROWS), None
+        for name, x in states.items():
+            log_probs = metrics.log_softmax(model.lm_head(x[rows]))  # [n, V]
+            base = log_probs if base is None else base
+            figures[name].add(base, log_probs, targets[rows])
+
+
+def perplexity(job: Job) -> tuple[list[dict], list[dict]]:
+    """The task: table rows to print and figures."""
+    args, config = job.args, job.config
+    length = args.cache_size or args.window
+    if args.window < 2:
+        raise ValueError(f"--window is {args.window}; give 2 or more, since a token is predicted from another")
+    if length > config.max_position_embeddings:
+        raise ValueError(f"{length} tokens are more than the {config.max_position_embeddings} positions of the model "
+                         "(max_position_embeddings); give a smaller --window and --cache_size")
+    if args.window > length:
+        raise ValueError(f"--window {args.window} > --cache_size {length}; leave out --cache_size")
+    ids = job.tokenizer.encode(read_text(args.text))
+    need_tokens(ids, args.window * args.windows, f"{args.windows} windows of {args.window}", args.text)
+    rows = compare_caches(job.load(), token_windows(ids, args.window, args.windows), job.specs, args.prefill_chunk,
+                          length, args.causal_mask, progress=progress("chunks"))
+    base = rows[0]["perplexity"]
+    table = [{"cache": row["cache"], "bytes/token": f"{row['bytes_per_token']:.0f}",
+              "perplexity": f"{row['perplexity']:.2f} ± {row['perplexity_stderr']:.2f}",
+              "change": f"{100 * (row['perplexity'] / base - 1):+.2f} %", "KL": f"{row['kl']:.5f}",
+              "KL 99 %": f"{row['kl_p99']:.4f}", "top-1": f"{row['top1']:.4f}"} for row in rows]
+    return table, rows
+
+
+# ---- ROUGE
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """(prompt, reference) of every line of a .jsonl file; ValueError names the first bad line."""
+    pairs = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            pairs.append((row["prompt"], row["reference"]))
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f'{path} line {number} is no {{"prompt": ..., "reference": ...}}') from e
+        if not all(isinstance(text, str) for text in pairs[-1]):
+            raise ValueError(f"{path} line {number}: prompt and reference must be strings")
+    if not pairs:
+        raise ValueError(f"{path} holds no lines; give lines of {{\"prompt\": ..., \"reference\": ...}}")
+    return pairs
+
+
+def cut_prompts(ids: Sequence[int], count: int, length: int, bos: int | None) -> list[list[int]]:
+    """`count` stretches of `length` tokens, evenly over a text, a BOS included where the model uses one."""
+    first = [] if bos is None else [bos]
+    length, step = length - len(first), len(ids) // count
+    return [[*first, *ids[i * step:i * step + length]] for i in range(count)]
+
+
+def generate_replies(model: Transformer, prompts: list[list[int]], spec: CacheSpec, job: Job,
+                     cls: type[KVCache] = KVCache) -> list[str]:
+    """What the model writes after each prompt, greedily, over a cache of this kind."""
+    args = job.args
+    length = args.cache_size or max(map(len, prompts)) + args.max_new_tokens
+    engine = Engine(model, spec, length, args.causal_mask, prefill_chunk=args.prefill_chunk, cache_class=cls,
+                    compile=args.compile)
+    stops = job.tokenizer.stop_ids
+    return [job.tokenizer.decode(engine.generate(prompt, args.max_new_tokens, stops))
+            for prompt in progress("prompts")(prompts)]
+
+
+def rouge_rows(replies: dict[str, list[str]], references: list[str], seed: int) -> list[dict]:
+    """One row per cache, the first being the baseline: mean F x 100, lengths, paired differences to the first."""
+    rows, base = [], None
+    for name, texts in replies.items():
+        scores = metrics.rouge(texts, references)
+        base = scores if base is None else base
+        row = {"cache": name, **{kind: round(float(values.mean()), 4) for kind, values in scores.items()}}
+        row["gen_len"], row["gen_num"] = sum(len(text.strip()) for text in texts), len(texts)
+        row["difference"] = {}
+        for kind, values in scores.items():
+            low, high = metrics.bootstrap_interval(values - base[kind], seed=seed)
+            row["difference"][kind] = {"mean": round(float((values - base[kind]).mean()), 4),
+                                       "low": round(low, 4), "high": round(high, 4)}
+        rows.append(row)
+    return rows
+
+
+def rouge(job: Job) -> tuple[list[dict], list[dict]]:
+    """The task: table rows to print and figures."""
+    args, tokenizer = job.args, job.tokenizer
+    metrics.check_rouge()
+    if args.data:
+        pairs = read_pairs(args.data)
+        encode = tokenizer.encode
+        if args.chat:
+            def encode(text: str) -> list[int]:
+                return tokenizer.chat([{"role": "user", "content": text}])
+        prompts, references = [encode(prompt) for prompt, _ in pairs], [reference for _, reference in pairs]
+    else:
+        if args.chat:
+            raise ValueError("--chat wants the prompts of --data; those cut from a text are no questions")
+        ids = tokenizer.encode(read_text(args.text), bos=False)
+        need_tokens(ids, args.prompts * args.prompt_tokens, f"{args.prompts} prompts of {args.prompt_tokens}", args.text)
+        prompts, references = cut_prompts(ids, args.prompts, args.prompt_tokens, tokenizer.bos_id), None
+    _check_lengths(job, prompts)
+    model = job.load()
+    replies = {name: generate_replies(model, prompts, spec, job) for name, spec in job.specs.items()}
+    rows = rouge_rows(replies, references or replies[BASELINE], args.seed)
+    table = [{"cache": row["cache"], **{kind: f"{row[kind]:.4f}" for kind in metrics.ROUGE_KINDS},
+              "gen_len": str(row["gen_len"]), "gen_num": str(row["gen_num"]),
+              "rougeL difference, 95 %": "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row["difference"]["rougeL"])}
+             for row in rows]
+    return table, rows
+
+
+def _check_lengths(job: Job, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        size = job.args.cache_size or len(prompt) + job.args.max_new_tokens
+        check_limits(len(prompt), job.args.max_new_tokens, size, job.config)
+
+
+# ---- a needle in a haystack
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact at a depth (0 start, 1 end) of a text, and the number that a right answer holds."""
+    place: str
+    number: int
+    depth: float
+
+    def prompt(self, ids: Sequence[int], tokenizer: Tokenizer, most: int) -> list[int]:
+        """At most `most` tokens: text from `ids`, the fact at the sentence's end nearest after its depth, the
+        question (Kamradt 2023, "Needle in a haystack"), through the chat template where there is one."""
+        text_tokens = most
+        while text_tokens > 0:
+            text = tokenizer.decode(ids[:text_tokens])
+            cut = self._sentence_end(text)
+            fact = f"The secret number of {self.place} is {self.number}. "
+            found = self._ask(text[:cut] + fact + text[cut:], tokenizer)
+            if len(found) <= most:
+                return found
+            text_tokens -= len(found) - most
+        raise ValueError(f"--context leaves {most} tokens, too few for a text and a question; give a larger one")
+
+    def _sentence_end(self, text: str) -> int:
+        at = int(self.depth * len(text))
+        end = text.find(". ", at) + 2
+        return 0 if self.depth == 0 else end if end > 1 else len(text)
+
+    def _ask(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        question = f"What is the secret number of {self.place}?"
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer: The secret number of {self.place} is")
+        return tokenizer.chat([{"role": "user", "content": f"{text}\n\n{question} Answer with the number."}])
+
+
+def make_needles(depths: int, trials: int, seed: int) -> list[Needle]:
+    """`trials` facts at each of `depths` evenly spaced depths."""
+    rng = random.Random(seed)
+    at = [i / (depths - 1) for i in range(depths)] if depths > 1 else [0.5]
+    return [Needle(rng.choice(PLACES), rng.randrange(10000, 100000), depth) for depth in at for _ in range(trials)]
+
+
+def needle_row(name: str, needles: list[Needle], replies: list[str]) -> dict:
+    """Share of replies that hold the number, in all and by depth."""
+    by_depth: dict[float, list[bool]] = {}
+    for needle, reply in zip(needles, replies, strict=True):
+        by_depth.setdefault(needle.depth, []).append(str(needle.number) in reply.replace(",", ""))
+    rates = [{"depth": depth, "hit_rate": sum(hits) / len(hits)} for depth, hits in by_depth.items()]
+    return {"cache": name, "hit_rate": float(np.mean([r["hit_rate"] for r in rates])), "asked": len(needles),
+            "by_depth": rates}
+
+
+def needle(job: Job) -> tuple[list[dict], list[dict]]:
+    """The task: table rows to print and figures."""
+    args, tokenizer = job.args, job.tokenizer
+    ids = tokenizer.encode(read_text(args.text), bos=False)
+    need_tokens(ids, args.context, "the context", args.text)
+    needles = make_needles(args.depths, args.trials, args.seed)
+    spare = len(ids) - args.context
+    starts = [spare * i // len(needles) for i in range(len(needles))]  # every prompt has a text of its own
+    prompts = [n.prompt(ids[lo:lo + args.context], tokenizer, args.context - args.max_new_tokens)
+               for n, lo in zip(needles, starts, strict=True)]
+    _check_lengths(job, prompts)
+    model = job.load()
+    rows = [needle_row(name, needles, generate_replies(model, prompts, spec, job))
+            for name, spec in job.specs.items()]
+    table = [{"cache": row["cache"], "all": f"{row['hit_rate']:.2f}",
+              **{f"depth {r['depth']:.2f}": f"{r['hit_rate']:.2f}" for r in row["by_depth"]}} for row in rows]
+    return table, rows
+
+
+TASKS = {"perplexity": perplexity, "rouge": rouge, "needle": needle}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    try:
+        table, rows = TASKS[args.task](plan(args))
+    except ValueError as e:
+        print(f"evaluate.py: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(metrics.markdown_table(table))
+    if args.json:
+        print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

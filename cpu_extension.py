@@ -1,0 +1,96 @@
+"""C++ extensions for the CPU: compiled once by the system's own compiler, kept under ~/.cache/gpt-long.
+
+    build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
+
+A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
+sets without one of them leaking into the others.  Needs torch only.
+"""
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One object file.  source: beside this file; flags: what it needs beyond FLAGS, optimization included;
+    torch: whether it includes PyTorch's headers."""
+    name: str
+    source: str
+    flags: tuple[str, ...] = ("-O3",)
+    torch: bool = False
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: the environment's CXX, or the first of c++, g++, clang++ on the path."""
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _command(compiler: str, unit: Unit, out: Path) -> list[str]:
+    """The compiler call that makes `unit` in the folder `out`."""
+    own = Path(torch.__file__).parent / "include"
+    headers = [f"-I{own}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    source = Path(__file__).resolve().parent / unit.source
+    return [compiler, *FLAGS, *unit.flags, *(headers if unit.torch else []), "-c", str(source),
+            "-o", str(out / f"{unit.name}.o")]
+
+
+def _build(compiler: str, units: Sequence[Unit], library: Path) -> None:
+    """Compile into a folder beside `library`, then rename: two processes at once do no harm.
+
+    ValueError with the compiler's first error when it fails.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        out = Path(folder)
+        commands = [_command(compiler, unit, out) for unit in units]
+        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        errors = [process.communicate()[1] for process in running]
+        if any(process.returncode for process in running):
+            lines = "\n".join(errors).splitlines()
+            first = next((line for line in lines if "error" in line), "no message")
+            raise ValueError(f"{compiler}: {first.strip()}")
+        objects = [str(out / f"{unit.name}.o") for unit in units]
+        torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+        link = [compiler, "-shared", *objects, *torch_libraries, "-o", str(out / library.name)]
+        subprocess.run(link, check=True, capture_output=True, text=True)
+        os.replace(out / library.name, library)
+
+
+def _library_path(name: str, compiler: str, units: Sequence[Unit], headers: Sequence[str]) -> Path:
+    """Where the built extension lies: a name made of everything that it depends on."""
+    here = Path(__file__).resolve().parent
+    sources = [(here / file).read_bytes() for file in (*dict.fromkeys(u.source for u in units), *headers)]
+    facts = [torch.__version__, compiler, platform.machine(), repr(FLAGS), repr(units)]
+    digest = hashlib.sha256(b"\0".join([*sources, *map(str.encode, facts)])).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-long"
+    return cache / f"{name}-{digest}.so"
+
+
+def build_and_load(name: str, units: Sequence[Unit], headers: Sequence[str] = ()) -> str:
+    """Build the extension `name` if need be and load its operators; one call a process is enough.
+
+    headers: files that the units include and whose change asks for a new build.
+    Returns "" when the operators can be used, else why not, in one line that says what to do.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C++ compiler found; install g++ or clang++, or set CXX"
+    try:
+        library = _library_path(name, compiler, units, headers)
+        if not library.exists():
+            _build(compiler, units, library)
+        torch.ops.load_library(library)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        return f"{name} could not be built: " + " ".join(str(getattr(error, "stderr", None) or error).split())
+    return ""

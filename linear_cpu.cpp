@@ -1,0 +1,92 @@
+// PyTorch operators around the kernels of linear_cpu_kernels.cpp: gpt_long_cpu_linear::int4_mm and ::int8_mm.
+#include "linear_cpu.h"
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own thread pool, whatever it is built on
+#include <torch/library.h>
+
+using at::Tensor;
+
+extern "C" const LinearKernels gpt_long_linear_avx2;
+
+namespace {
+
+constexpr int64_t kSmall = 1 << 17;  // products; with fewer a parallel region costs more than it saves
+
+template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
+  if (n <= grain) return work(0, n);
+  auto call = [](int64_t first, int64_t last, void* work) { (*(const Work*)work)(first, last); };
+  torch_parallel_for(0, n, grain, call, (void*)&work);
+}
+
+Tensor run(const Tensor& x, Linear& a) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
+              "linear_cpu: x is bfloat16 or float32, not ", x.scalar_type());
+  TORCH_CHECK(x.size(-1) == a.K, "linear_cpu: x has ", x.size(-1), " inputs, the weight has ", a.K);
+  Tensor input = x.contiguous();
+  auto shape = x.sizes().vec();
+  shape.back() = a.N;
+  Tensor y = at::empty(shape, x.options());
+  a.x = input.data_ptr();
+  a.out = y.data_ptr();
+  a.M = x.numel() / a.K;
+  if (a.M == 0) return y;
+  a.bfloat16 = x.scalar_type() == at::kBFloat16;
+  int64_t groups = a.K / a.G;
+  std::unique_ptr<int16_t[]> values(new int16_t[a.M * a.K]);
+  std::unique_ptr<float[]> facts(new float[3 * a.M * groups]);
+  a.rows = {values.get(), facts.get(), facts.get() + a.M * groups, (int32_t*)facts.get() + 2 * a.M * groups};
+  in_parallel(a.M, kSmall / 2 / a.K + 1, [&](int64_t lo, int64_t hi) { gpt_long_linear_avx2.quantize(a, lo, hi); });
+  int64_t panels = (a.N + kPanel - 1) / kPanel, grain = kSmall / (a.M * a.K * kPanel) + 1;
+  in_parallel(panels, grain, [&](int64_t lo, int64_t hi) { gpt_long_linear_avx2.multiply(a, lo, hi); });
+  return y;
+}
+
+void check_weight(const Tensor& weight, int64_t n_outputs) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % kPanel == 0 &&
+                      (n_outputs + kPanel - 1) / kPanel * kPanel == weight.size(0) &&
+                      (uintptr_t)weight.data_ptr() % 32 == 0,
+              "linear_cpu: the weight is not in panels of 8 outputs");
+}
+
+Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t group, int64_t n_outputs) {
+  check_weight(weight, n_outputs);
+  int64_t K = 2 * weight.size(1);
+  TORCH_CHECK(weight.scalar_type() == at::kByte && scales.scalar_type() == at::kBFloat16 && scales.is_contiguous() &&
+                      group >= 8 && group <= 256 && group % 8 == 0 && K % group == 0 &&
+                      scales.numel() == weight.size(0) * (K / group) * 2 && (uintptr_t)scales.data_ptr() % 32 == 0,
+              "linear_cpu: int4 weights want bfloat16 scales and zeros [panels, K/group, 8, 2], group 8 to 256");
+  Linear a = {};
+  a.weight = (const uint8_t*)weight.data_ptr();
+  a.scales = (const uint32_t*)scales.data_ptr();
+  a.N = n_outputs, a.K = K, a.G = group, a.int4 = true;
+  return run(x, a);
+}
+
+Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t n_outputs) {
+  check_weight(weight, n_outputs);
+  int64_t K = weight.size(1), group = 64;
+  while (group > 8 && K % group) group /= 2;
+  TORCH_CHECK(K % 8 == 0 && weight.scalar_type() == at::kChar && scales.scalar_type() == at::kBFloat16 &&
+                      scales.is_contiguous() && scales.numel() == weight.size(0),
+              "linear_cpu: int8 weights want a bfloat16 scale for each padded output, K a multiple of 8");
+  Linear a = {};
+  a.weight = (const uint8_t*)weight.data_ptr();
+  a.row_scales = (const uint16_t*)scales.data_ptr();
+  a.N = n_outputs, a.K = K, a.G = group;
+  return run(x, a);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(gpt_long_cpu_linear, m) {
+  m.def("int4_mm(Tensor x, Tensor weight, Tensor scales_and_zeros, int group, int n_outputs) -> Tensor");
+  m.def("int8_mm(Tensor x, Tensor weight, Tensor scales, int n_outputs) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(gpt_long_cpu_linear, CPU, m) {
+  m.impl("int4_mm", &int4_mm);
+  m.impl("int8_mm", &int8_mm);
+}

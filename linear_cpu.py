@@ -1,0 +1,142 @@
+"""The quantized linear layers of quantize.py in C++ for AVX2: integer dot products, any number of rows.
+
+    load()                   builds the extension once (about 10 s of compiler) and loads it; "" when it can
+                             be used, else the reason in one line
+    use_cpu_kernels(model)   replaces the Int4Linear and Int8Linear layers of a model by the classes below
+    CpuInt4Linear, CpuInt8Linear
+
+Activations become 16-bit integers with a step per row and group of inputs, an error far below bfloat16's
+own; products and their sums over a group are exact.  Weights are kept in an order of their own: linear_cpu.h
+says which.  With AVX-512 PyTorch's own kernels are the fast ones.  Copy it out with quantize.py,
+cpu_extension.py, linear_cpu.h, linear_cpu.cpp and linear_cpu_kernels.cpp.
+"""
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpu_extension import X86, Unit, build_and_load
+from quantize import Int4Linear, Int8Linear, _pair, _quantize_rows, _slabs
+
+PANEL = 8  # outputs that the kernels compute side by side
+UNITS = (Unit("avx2", "linear_cpu_kernels.cpp", ("-O3", "-mavx2", "-mfma", "-mtune=znver3")),
+         Unit("operators", "linear_cpu.cpp", ("-O1",), torch=True))
+
+
+def _int4_fake(x: Tensor, weight: Tensor, scales_and_zeros: Tensor, group: int, n_outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n_outputs)
+
+
+def _int8_fake(x: Tensor, weight: Tensor, scales: Tensor, n_outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n_outputs)
+
+
+@functools.cache
+def load() -> str:
+    """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
+    if not X86 or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return "the C++ linear layers need a processor with AVX2, so PyTorch's own are used"
+    if reason := build_and_load("linear_cpu", UNITS, headers=("linear_cpu.h",)):
+        return f"{reason}, so linear layers take PyTorch's own kernels"
+    torch.library.register_fake("gpt_long_cpu_linear::int4_mm", _int4_fake)
+    torch.library.register_fake("gpt_long_cpu_linear::int8_mm", _int8_fake)
+    return ""
+
+
+def _panel_rows(n_outputs: int) -> int:
+    return -(-n_outputs // PANEL) * PANEL
+
+
+def int4_panels(packed: Tensor) -> Tensor:
+    """uint8 [N, K/2], even inputs in the low nibble, into panels: uint8 [N up to a multiple of 8, K/2].
+
+    8 outputs, 8 inputs at a time, 4 bytes an output: inputs 0 2, 4 6, 1 3, 5 7, the first in the low nibble.
+    """
+    N, half = packed.shape
+    padded = F.pad(packed, (0, 0, 0, _panel_rows(N) - N))
+    four = padded.view(-1, PANEL, half // 4, 4).transpose(1, 2)  # [panels, K/8, 8, 4]
+    even, odd = four & 15, four >> 4
+    pairs = torch.cat([even[..., ::2] | even[..., 1::2] << 4, odd[..., ::2] | odd[..., 1::2] << 4], dim=-1)
+    return pairs.view(-1, half)
+
+
+def int8_panels(weight: Tensor) -> Tensor:
+    """int8 [N, K] into panels: int8 [N up to a multiple of 8, K]; 8 outputs, 4 inputs 0 2 1 3 at a time."""
+    N, K = weight.shape
+    padded = F.pad(weight, (0, 0, 0, _panel_rows(N) - N))
+    four = padded.view(-1, PANEL, K // 4, 2, 2)  # [panels, 8, K/4, pair, in pair]
+    return four.permute(0, 2, 1, 4, 3).reshape(-1, K)
+
+
+class CpuInt4Linear(Int4Linear):
+    """Int4Linear over panels: the same arguments, the weight in plain order.  Call load() first."""
+
+    def __init__(self, weight: Tensor, scales_and_zeros: Tensor, bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        N, half = weight.shape
+        self._set(int4_panels(weight), scales_and_zeros, bias, N, 2 * half)
+
+    def _set(self, panels: Tensor, both: Tensor, bias: Tensor | None, N: int, K: int) -> None:
+        self.n_outputs, self.n_inputs, self.group = N, K, K // len(both)
+        both = F.pad(both, (0, 0, 0, _panel_rows(N) - N)).view(len(both), -1, PANEL, 2)
+        self.register_buffer("weight", panels)
+        self.register_buffer("scales_and_zeros", both.transpose(0, 1).contiguous())  # [panels, K/G, 8, 2]
+        self.register_buffer("bias", bias)
+
+    @classmethod
+    def from_layer(cls, layer: Int4Linear) -> "CpuInt4Linear":
+        """The same layer from one in any order, a slab at a time."""
+        new, (N, K) = cls.__new__(cls), (layer.n_outputs, layer.n_inputs)
+        nn.Module.__init__(new)
+        panels = torch.empty(_panel_rows(N), K // 2, dtype=torch.uint8)
+        for lo, hi in _slabs(N, K):
+            panels[lo:_panel_rows(hi)] = int4_panels(_pair(layer._nibbles(lo, hi).t()))
+        new._set(panels, layer.scales_and_zeros, layer.bias, N, K)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.float() if x.dtype == torch.float16 else x
+        y = torch.ops.gpt_long_cpu_linear.int4_mm(rows, self.weight, self.scales_and_zeros, self.group,
+                                                  self.n_outputs).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class CpuInt8Linear(Int8Linear):
+    """Int8Linear over panels: the same arguments, K a multiple of 8.  Call load() first."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None,
+                 dynamic: bool = False) -> None:
+        N = len(weight)
+        super().__init__(int8_panels(weight), F.pad(scales, (0, _panel_rows(N) - N)), bias, dynamic)
+        self.n_outputs = N
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, step = _quantize_rows(x) if self.dynamic else (x, None)
+        rows = rows.float() if rows.dtype == torch.float16 else rows
+        y = torch.ops.gpt_long_cpu_linear.int8_mm(rows, self.weight, self.scales, self.n_outputs)
+        y = (y if step is None else y.float() * step).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def _converted(layer: nn.Module) -> nn.Module:
+    """The layer over panels that does the same, or the layer itself when there is none."""
+    if type(layer) is Int4Linear and layer.weight.device.type == "cpu":
+        return CpuInt4Linear.from_layer(layer)
+    if type(layer) is Int8Linear and layer.weight.device.type == "cpu" and layer.weight.shape[1] % 8 == 0:
+        return CpuInt8Linear(layer.weight, layer.scales, layer.bias, layer.dynamic)
+    return layer
+
+
+def use_cpu_kernels(model: nn.Module) -> str:
+    """Replace the quantized linear layers of `model`, one by one.  "" when done, else why PyTorch's stay."""
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return "with AVX-512 PyTorch's own kernels for quantized linear layers are the fast ones"
+    if reason := load():
+        return reason
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            new = _converted(child)
+            if new is not child:
+                setattr(parent, name, new)
+    return ""

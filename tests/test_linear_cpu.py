@@ -1,0 +1,177 @@
+"""The C++ quantized linear layers against plain matrix products with the dequantized weights."""
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linear_cpu
+from cpu_extension import Unit, build_and_load
+from linear_cpu import CpuInt4Linear, CpuInt8Linear, use_cpu_kernels
+from quantize import Int4Linear, Int8Linear, _unpair, linear, pack
+
+pytestmark = pytest.mark.skipif(linear_cpu.load() != "", reason=linear_cpu.load() or "-")
+TOLERANCE = {torch.float32: 3e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def dequantized(tensors: dict[str, Tensor]) -> Tensor:
+    """The weight [N, K], float64, that packed tensors stand for."""
+    if "scales" in tensors:
+        return tensors["weight"].double() * tensors["scales"].double()[:, None]
+    scale, zero = tensors["scales_and_zeros"].double().permute(2, 1, 0)[..., None]  # [N, K/G, 1]
+    nibbles = _unpair(tensors["weight"]).double().view(*scale.shape[:2], -1)
+    return ((nibbles - 8) * scale + zero).flatten(1)
+
+
+def relative_error(y: Tensor, expected: Tensor) -> float:
+    return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def uneven(M: int, K: int) -> Tensor:
+    """Activations as models have them: a few inputs a hundred times larger than the others."""
+    return torch.randn(M, K) * torch.where(torch.rand(K) < 0.01, 100.0, 1.0)
+
+
+@pytest.mark.parametrize("scheme", ["int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo"])
+@pytest.mark.parametrize("N", [64, 40, 8, 3, 50])
+def test_every_number_of_rows(scheme: str, N: int) -> None:
+    tensors = pack(torch.randn(N, 512) + 0.3, scheme)
+    layer, weight = _cpu(tensors), dequantized(tensors)
+    for M in [*range(1, 18), 33]:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = uneven(M, 512).to(dtype)
+            y = layer(x)
+            assert y.shape == (M, N) and y.dtype == dtype
+            assert relative_error(y, x.double() @ weight.t()) < TOLERANCE[dtype]
+
+
+def _cpu(tensors: dict[str, Tensor], bias: Tensor | None = None) -> nn.Module:
+    return (CpuInt8Linear if "scales" in tensors else CpuInt4Linear)(*tensors.values(), bias)
+
+
+@pytest.mark.parametrize("K", [32, 96, 576, 1536])
+@pytest.mark.parametrize("scheme", ["int4wo-256", "int8wo"])
+def test_every_input_size(scheme: str, K: int) -> None:
+    tensors = pack(torch.randn(72, K), scheme)
+    x = torch.randn(5, K)
+    assert relative_error(_cpu(tensors)(x), x.double() @ dequantized(tensors).t()) < TOLERANCE[x.dtype]
+
+
+def test_int8_takes_inputs_in_eights() -> None:
+    tensors = pack(torch.randn(16, 200), "int8wo")
+    x = torch.randn(2, 200)
+    assert relative_error(_cpu(tensors)(x), x.double() @ dequantized(tensors).t()) < TOLERANCE[x.dtype]
+
+
+@pytest.mark.parametrize("scheme", ["int4wo-256", "int8wo"])
+def test_largest_integers_do_not_overflow(scheme: str) -> None:
+    tensors = pack(torch.randn(8, 512), scheme)
+    tensors["weight"].fill_(255 if scheme != "int8wo" else -128)
+    for sign in (1, -1):
+        x = torch.full((1, 512), 3.0 * sign)
+        assert relative_error(_cpu(tensors)(x), x.double() @ dequantized(tensors).t()) < 1e-4
+
+
+def test_zero_and_not_finite_rows() -> None:
+    layer = _cpu(pack(torch.randn(16, 128), "int4wo-64"))
+    x = torch.zeros(3, 128)
+    x[1, 5], x[2, 7] = float("nan"), 1e-38
+    y = layer(x)
+    assert y[0].eq(0).all() and y[1].isnan().all() and y[2].abs().max() < 1e-30
+    assert layer(x.bfloat16())[1].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", ["int4wo-64", "int8wo"])
+def test_threads_and_batches_give_the_same_bits(scheme: str) -> None:
+    layer = _cpu(pack(torch.randn(600, 512), scheme))
+    x = torch.randn(20, 512)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(layer(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+    assert torch.equal(results[0], torch.cat([layer(row[None]) for row in x]))
+
+
+def test_shapes_strides_and_bias() -> None:
+    tensors, bias = pack(torch.randn(24, 64), "int4wo-32"), torch.randn(24)
+    layer, weight = _cpu(tensors, bias), dequantized(tensors)
+    x = torch.randn(2, 64, 3).transpose(1, 2)
+    expected = x.double() @ weight.t() + bias
+    assert relative_error(layer(x), expected) < 1e-4
+    assert layer(x[:, :0]).shape == (2, 0, 24)
+    assert layer(x[0, 0]).shape == (24,)
+
+
+class Two(nn.Module):
+    def __init__(self, scheme: str) -> None:
+        super().__init__()
+        self.up = linear(pack(torch.randn(96, 64), scheme), scheme, torch.randn(96).bfloat16())
+        self.mlp = nn.Sequential(linear(pack(torch.randn(41, 96), scheme), scheme))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.up(x).relu())
+
+
+@pytest.mark.parametrize("scheme", ["int4wo-32", "int8wo", "int8dq"])
+def test_a_converted_model_answers_as_before(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    model = Two(scheme)
+    x = torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        expected = model(x).double()
+        assert use_cpu_kernels(model) == ""
+        assert all(type(m) not in (Int4Linear, Int8Linear) for m in model.modules())
+        # at int8dq a rounding of the first layer's result can move an integer of the second one's input
+        assert relative_error(model(x), expected) < 0.015
+
+
+def test_avx512_keeps_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    model = Two("int4wo-32")
+    assert "AVX-512" in use_cpu_kernels(model)
+    assert type(model.up) is Int4Linear
+
+
+def test_compiled_is_eager() -> None:
+    layer = _cpu(pack(torch.randn(24, 64), "int4wo-32"), torch.randn(24))
+    both = nn.Sequential(layer, _cpu(pack(torch.randn(16, 24), "int8wo")))
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for M in (1, 5):
+        x = torch.randn(M, 64)
+        torch.testing.assert_close(compiled(x), both(x))
+
+
+def test_operators_are_well_formed() -> None:
+    layer, x = _cpu(pack(torch.randn(24, 64), "int4wo-32")), torch.randn(2, 64)
+    eight = _cpu(pack(torch.randn(24, 64), "int8wo"))
+    ops = torch.ops.gpt_long_cpu_linear
+    torch.library.opcheck(ops.int4_mm, (x, layer.weight, layer.scales_and_zeros, 32, 24))
+    torch.library.opcheck(ops.int8_mm, (x, eight.weight, eight.scales, 24))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    layer = _cpu(pack(torch.randn(24, 64), "int4wo-32"))
+    with pytest.raises(RuntimeError, match="63 inputs"):
+        layer(torch.randn(2, 63))
+    with pytest.raises(RuntimeError, match="panels"):
+        multiply = torch.ops.gpt_long_cpu_linear.int4_mm
+        multiply(torch.randn(2, 64), layer.weight, layer.scales_and_zeros, 32, 25)
+
+
+def test_a_failed_build_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unit = (Unit("broken", "linear_cpu_kernels.cpp", ("-O0",)),)  # AVX2 code without its flag
+    assert "could not be built" in build_and_load("broken", unit) and not list(tmp_path.rglob("*.so"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in build_and_load("broken", unit)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in build_and_load("broken", unit)

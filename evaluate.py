@@ -11,14 +11,12 @@ computed in float32 unless --precision says otherwise, so that what differs is t
 import argparse
 import copy
 import json
-import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -28,6 +26,7 @@ from inference import Engine, check_limits
 from kv_cache import CacheSpec, KVCache, attach, detach
 from load import load_checkpoint
 from model import ModelConfig, Transformer
+from needle import hit_rates, make_needles
 from options import (
     PRECISIONS,
     Parser,
@@ -41,8 +40,11 @@ from tokenizer import Tokenizer, load_tokenizer
 
 BASELINE = "bf16"
 DEFAULT_TEXT = Path(__file__).with_name("data") / "moby_dick.txt"
+DIFFERENCE = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+COUNTS = ("window", "windows", "prompts", "prompt_tokens", "context", "depths", "trials", "max_new_tokens")
 LOGIT_ROWS = 64  # positions whose logits, [rows, V], stand in memory at a time
-PLACES = ("Reykjavik", "Nairobi", "Lisbon", "Toronto", "Jakarta", "Warsaw", "Lima", "Hanoi")
+PRECISION_NOTE = ("Computed in float32 unless --precision says otherwise; the 16-bit cache, the baseline,\n"
+                  "stores bfloat16 whatever the precision.")
 Progress = Callable[[Iterable], Iterable]
 
 
@@ -50,36 +52,34 @@ def make_parser() -> Parser:
     """The flags of this script: three tasks that share the flags of the model and of the cache."""
     parser = Parser(__doc__)
     tasks = parser.add_subparsers(dest="task", required=True, metavar="perplexity|rouge|needle")
-    task = tasks.add_parser("perplexity", doc="Perplexity, KL divergence and top-1 agreement. " + PRECISION_NOTE)
+    doc = f"Perplexity, KL divergence and top-1 agreement.\n{PRECISION_NOTE}"
+    task = tasks.add_parser("perplexity", doc=doc)
     group = _common_flags(task)
     group.add_argument("--window", type=int, default=2048, metavar="TOKENS", help="default %(default)s")
     group.add_argument("--windows", type=int, default=3, metavar="N",
                        help="so many windows from the text's start (default %(default)s)")
-    task = tasks.add_parser("rouge", doc="ROUGE of greedy generation. " + PRECISION_NOTE)
+    task = tasks.add_parser("rouge", doc=f"ROUGE of greedy generation.\n{PRECISION_NOTE}")
     group = _common_flags(task, max_new_tokens=64)
     group.add_argument("--data", type=Path, metavar="FILE.jsonl",
-                       help='lines of {"prompt": ..., "reference": ...}; without it prompts are cut from the text and '
-                       "what the 16-bit cache writes is the reference")
+                       help='lines of {"prompt": ..., "reference": ...}; without it prompts are cut from the '
+                       "text and what the 16-bit cache writes is the reference")
     group.add_argument("--prompts", type=int, default=20, metavar="N",
                        help="prompts cut from the text (default %(default)s)")
     group.add_argument("--prompt_tokens", type=int, default=256, metavar="TOKENS",
                        help="length of each (default %(default)s)")
     group.add_argument("--chat", action="store_true", help="wrap the prompts of --data in the chat template")
-    task = tasks.add_parser("needle", doc="A fact hidden in a long text, asked for. " + PRECISION_NOTE)
+    task = tasks.add_parser("needle", doc=f"A fact hidden in a long text, asked for.\n{PRECISION_NOTE}")
     group = _common_flags(task, max_new_tokens=24)
     group.add_argument("--context", type=int, default=2048, metavar="TOKENS",
                        help="tokens of text, question and answer together (default %(default)s)")
     group.add_argument("--depths", type=int, default=5, metavar="N",
                        help="places of the fact, evenly from start to end (default %(default)s)")
-    group.add_argument("--trials", type=int, default=2, metavar="N", help="facts per depth (default %(default)s)")
+    group.add_argument("--trials", type=int, default=2, metavar="N",
+                       help="facts per depth (default %(default)s)")
     return parser
 
 
-PRECISION_NOTE = ("Computed in float32 unless --precision says otherwise; the 16-bit cache, the baseline, stores "
-                  "bfloat16 whatever the precision.")
-
-
-def _common_flags(parser: argparse.ArgumentParser, max_new_tokens: int | None = None) -> argparse._ArgumentGroup:
+def _common_flags(parser: Parser, max_new_tokens: int | None = None) -> argparse._ArgumentGroup:
     """Flags of every task; returns the group for those of its own."""
     add_model_flags(parser)
     add_cache_flags(parser)
@@ -88,7 +88,7 @@ def _common_flags(parser: argparse.ArgumentParser, max_new_tokens: int | None = 
     group.add_argument("--text", type=Path, default=DEFAULT_TEXT, metavar="FILE",
                        help="UTF-8 text (default: data/moby_dick.txt)")
     group.add_argument("--compare", metavar="KIND[:AXIS],...",
-                       help="several kinds of --kv_cache_quantization, as in int8:d,int8:hd,16,8, against one baseline")
+                       help="several kinds of --kv_cache_quantization, such as int8:d,int8:hd")
     group.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     if max_new_tokens is not None:
         group.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="default %(default)s")
@@ -117,7 +117,7 @@ def plan(args: argparse.Namespace) -> Job:
     check_model_flags(args)
     if args.random_weights:
         raise ValueError("--random_weights have no accuracy to measure; give --checkpoint_path MODEL.pth")
-    for name in ("window", "windows", "prompts", "prompt_tokens", "context", "depths", "trials", "max_new_tokens"):
+    for name in COUNTS:
         if getattr(args, name, 1) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; give 1 or more")
     config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
@@ -132,17 +132,18 @@ def named_specs(args: argparse.Namespace) -> dict[str, CacheSpec]:
         raise ValueError("give --compare or --kv_cache_quantization, not both")
     names = [f"{kind}:{args.kv_quant_axis}"] if kind is not None else []
     if args.compare is not None:
-        names = re.findall(r"\d+,\d+(?::\w+)?|[^,]+", args.compare)  # a kind may be two numbers of bits
+        # A kind may be two numbers of bits.
+        names = re.findall(r"\d+,\d+(?::\w+)?|[^,]+", "".join(args.compare.split()))
         if not names:
             raise ValueError("--compare names no cache; give kinds such as int8:d,int8:hd")
     specs = {}
     for name in [BASELINE, *names]:
         one = copy.copy(args)
         one.precision = "bf16"  # of what a 16-bit cache stores
-        kind, _, axis = name.strip().partition(":")
+        kind, _, axis = name.partition(":")
         one.kv_cache_quantization = None if name == BASELINE else kind
         one.kv_quant_axis = axis or args.kv_quant_axis
-        specs[name.strip()] = cache_spec(one)
+        specs[name] = cache_spec(one)
     return specs
 
 
@@ -157,7 +158,7 @@ def read_text(path: Path) -> str:
 def need_tokens(ids: Sequence[int], count: int, what: str, path: Path) -> None:
     """ValueError when a text has fewer than `count` tokens."""
     if len(ids) < count:
-        raise ValueError(f"{path} has {len(ids)} tokens; {what} need {count}; give a longer --text or ask for less")
+        raise ValueError(f"{path} has {len(ids)} tokens; {what} need {count}; give a longer --text")
 
 
 def progress(what: str) -> Progress:
@@ -191,11 +192,11 @@ def compare_caches(model: Transformer, windows: Tensor, specs: dict[str, CacheSp
     figures = {name: metrics.TokenFigures() for name in specs}
     chunks = [(window, lo) for window in windows for lo in range(0, len(window), chunk)]
     for window, lo in progress(chunks):
-        states = {}  # [T, E] each
+        states, start = {}, torch.tensor([lo], device=window.device)  # states: [T, E] each
         for name, caches in held.items():
             for layer, cache in zip(model.layers, caches, strict=True):
                 layer.attention.cache = cache
-            states[name] = model.hidden(window[None, lo:lo + chunk], torch.tensor([lo], device=window.device))[0]
+            states[name] = model.hidden(window[None, lo:lo + chunk], start)[0]
         _compare_states(model, states, window[lo + 1:lo + chunk + 1], figures)
     detach(model)
     per_token = {name: sum(cache.nbytes for cache in caches) / length for name, caches in held.items()}
@@ -219,16 +220,17 @@ def perplexity(job: Job) -> tuple[list[dict], list[dict]]:
     args, config = job.args, job.config
     length = args.cache_size or args.window
     if args.window < 2:
-        raise ValueError(f"--window is {args.window}; give 2 or more, since a token is predicted from another")
+        raise ValueError(f"--window is {args.window}; give 2 or more, to predict a token from another")
     if length > config.max_position_embeddings:
-        raise ValueError(f"{length} tokens are more than the {config.max_position_embeddings} positions of the model "
+        raise ValueError(f"{length} tokens > {config.max_position_embeddings} positions of the model "
                          "(max_position_embeddings); give a smaller --window and --cache_size")
     if args.window > length:
         raise ValueError(f"--window {args.window} > --cache_size {length}; leave out --cache_size")
     ids = job.tokenizer.encode(read_text(args.text))
     need_tokens(ids, args.window * args.windows, f"{args.windows} windows of {args.window}", args.text)
-    rows = compare_caches(job.load(), token_windows(ids, args.window, args.windows), job.specs, args.prefill_chunk,
-                          length, args.causal_mask, progress=progress("chunks"))
+    windows = token_windows(ids, args.window, args.windows)
+    rows = compare_caches(job.load(), windows, job.specs, args.prefill_chunk, length, args.causal_mask,
+                          progress=progress("chunks"))
     base = rows[0]["perplexity"]
     table = [{"cache": row["cache"], "bytes/token": f"{row['bytes_per_token']:.0f}",
               "perplexity": f"{row['perplexity']:.2f} ± {row['perplexity_stderr']:.2f}",
@@ -278,7 +280,7 @@ def generate_replies(model: Transformer, prompts: list[list[int]], spec: CacheSp
 
 
 def rouge_rows(replies: dict[str, list[str]], references: list[str], seed: int) -> list[dict]:
-    """One row per cache, the first being the baseline: mean F x 100, lengths, paired differences to the first."""
+    """One row per cache, the first being the baseline: mean F x 100, lengths, paired differences to it."""
     rows, base = [], None
     for name, texts in replies.items():
         scores = metrics.rouge(texts, references)
@@ -309,7 +311,8 @@ def rouge(job: Job) -> tuple[list[dict], list[dict]]:
         if args.chat:
             raise ValueError("--chat wants the prompts of --data; those cut from a text are no questions")
         ids = tokenizer.encode(read_text(args.text), bos=False)
-        need_tokens(ids, args.prompts * args.prompt_tokens, f"{args.prompts} prompts of {args.prompt_tokens}", args.text)
+        what = f"{args.prompts} prompts of {args.prompt_tokens}"
+        need_tokens(ids, args.prompts * args.prompt_tokens, what, args.text)
         prompts, references = cut_prompts(ids, args.prompts, args.prompt_tokens, tokenizer.bos_id), None
     _check_lengths(job, prompts)
     model = job.load()
@@ -317,8 +320,7 @@ def rouge(job: Job) -> tuple[list[dict], list[dict]]:
     rows = rouge_rows(replies, references or replies[BASELINE], args.seed)
     table = [{"cache": row["cache"], **{kind: f"{row[kind]:.4f}" for kind in metrics.ROUGE_KINDS},
               "gen_len": str(row["gen_len"]), "gen_num": str(row["gen_num"]),
-              "rougeL difference, 95 %": "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row["difference"]["rougeL"])}
-             for row in rows]
+              "rougeL - baseline, 95 %": DIFFERENCE.format(**row["difference"]["rougeL"])} for row in rows]
     return table, rows
 
 
@@ -331,57 +333,7 @@ def _check_lengths(job: Job, prompts: list[list[int]]) -> None:
 # ---- a needle in a haystack
 
 
-@dataclass(frozen=True)
-class Needle:
-    """A fact at a depth (0 start, 1 end) of a text, and the number that a right answer holds."""
-    place: str
-    number: int
-    depth: float
-
-    def prompt(self, ids: Sequence[int], tokenizer: Tokenizer, most: int) -> list[int]:
-        """At most `most` tokens: text from `ids`, the fact at the sentence's end nearest after its depth, the
-        question (Kamradt 2023, "Needle in a haystack"), through the chat template where there is one."""
-        text_tokens = most
-        while text_tokens > 0:
-            text = tokenizer.decode(ids[:text_tokens])
-            cut = self._sentence_end(text)
-            fact = f"The secret number of {self.place} is {self.number}. "
-            found = self._ask(text[:cut] + fact + text[cut:], tokenizer)
-            if len(found) <= most:
-                return found
-            text_tokens -= len(found) - most
-        raise ValueError(f"--context leaves {most} tokens, too few for a text and a question; give a larger one")
-
-    def _sentence_end(self, text: str) -> int:
-        at = int(self.depth * len(text))
-        end = text.find(". ", at) + 2
-        return 0 if self.depth == 0 else end if end > 1 else len(text)
-
-    def _ask(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        question = f"What is the secret number of {self.place}?"
-        if tokenizer.chat_template is None:
-            return tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer: The secret number of {self.place} is")
-        return tokenizer.chat([{"role": "user", "content": f"{text}\n\n{question} Answer with the number."}])
-
-
-def make_needles(depths: int, trials: int, seed: int) -> list[Needle]:
-    """`trials` facts at each of `depths` evenly spaced depths."""
-    rng = random.Random(seed)
-    at = [i / (depths - 1) for i in range(depths)] if depths > 1 else [0.5]
-    return [Needle(rng.choice(PLACES), rng.randrange(10000, 100000), depth) for depth in at for _ in range(trials)]
-
-
-def needle_row(name: str, needles: list[Needle], replies: list[str]) -> dict:
-    """Share of replies that hold the number, in all and by depth."""
-    by_depth: dict[float, list[bool]] = {}
-    for needle, reply in zip(needles, replies, strict=True):
-        by_depth.setdefault(needle.depth, []).append(str(needle.number) in reply.replace(",", ""))
-    rates = [{"depth": depth, "hit_rate": sum(hits) / len(hits)} for depth, hits in by_depth.items()]
-    return {"cache": name, "hit_rate": float(np.mean([r["hit_rate"] for r in rates])), "asked": len(needles),
-            "by_depth": rates}
-
-
-def needle(job: Job) -> tuple[list[dict], list[dict]]:
+def find_needle(job: Job) -> tuple[list[dict], list[dict]]:
     """The task: table rows to print and figures."""
     args, tokenizer = job.args, job.tokenizer
     ids = tokenizer.encode(read_text(args.text), bos=False)
@@ -393,14 +345,14 @@ def needle(job: Job) -> tuple[list[dict], list[dict]]:
                for n, lo in zip(needles, starts, strict=True)]
     _check_lengths(job, prompts)
     model = job.load()
-    rows = [needle_row(name, needles, generate_replies(model, prompts, spec, job))
+    rows = [{"cache": name, **hit_rates(needles, generate_replies(model, prompts, spec, job))}
             for name, spec in job.specs.items()]
     table = [{"cache": row["cache"], "all": f"{row['hit_rate']:.2f}",
               **{f"depth {r['depth']:.2f}": f"{r['hit_rate']:.2f}" for r in row["by_depth"]}} for row in rows]
     return table, rows
 
 
-TASKS = {"perplexity": perplexity, "rouge": rouge, "needle": needle}
+TASKS = {"perplexity": perplexity, "rouge": rouge, "needle": find_needle}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """What a cache costs in accuracy, as figures: perplexity, KL divergence, agreement, ROUGE, intervals, tables.
 
-Computes on logits and strings that others made; loads and generates nothing.  Letters: n positions, V vocabulary.
+Works on logits and strings that others made; loads and generates nothing.  n positions, V vocabulary.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ class TokenFigures:
     same_top: list[np.ndarray] = field(default_factory=list)  # bool per position
 
     def add(self, base: Tensor, other: Tensor, targets: Tensor) -> None:
-        """base, other: log-probabilities, float [n, V]; targets: the true next tokens [n], or [n-1] at an end."""
+        """base, other: log-probabilities [n, V]; targets: the tokens that came next [n], [n-1] at an end."""
         picked = other[:len(targets)].gather(-1, targets[:, None])[:, 0]
         self.nll.append(-picked.double().cpu().numpy())
         self.kl.append((base.exp() * (base - other)).sum(-1).double().cpu().numpy())
         self.same_top.append((base.argmax(-1) == other.argmax(-1)).cpu().numpy())
 
     def condense(self) -> dict[str, float]:
-        """perplexity, perplexity_stderr, kl (mean, to the baseline), kl_p99 and top1 (share of equal top tokens)."""
+        """perplexity, perplexity_stderr, kl (its mean), kl_p99, and top1, the share of equal top tokens."""
         value, stderr = perplexity(np.concatenate(self.nll))
         kl = np.concatenate(self.kl)
         return {"perplexity": value, "perplexity_stderr": stderr, "kl": float(kl.mean()),
@@ -35,7 +35,7 @@ class TokenFigures:
 
 
 def perplexity(nll: np.ndarray) -> tuple[float, float]:
-    """exp(mean of nll, in nats) and its standard error, by the delta method with tokens taken as independent."""
+    """exp(mean of nll [n], nats) and its standard error (delta method, tokens taken as independent)."""
     value = float(np.exp(nll.mean()))
     stderr = float(nll.std(ddof=1)) / len(nll) ** 0.5 if len(nll) > 1 else float("nan")
     return value, value * stderr
@@ -69,7 +69,7 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarr
 
 def bootstrap_interval(differences: np.ndarray, level: float = 0.95, samples: int = 2000,
                        seed: int = 0) -> tuple[float, float]:
-    """The percentile interval of the mean of paired differences [rows] (Efron and Tibshirani 1993, chapter 13)."""
+    """Percentile interval of the mean of paired differences [rows] (Efron and Tibshirani 1993, ch. 13)."""
     rng = np.random.default_rng(seed)
     means = [rng.choice(differences, len(differences)).mean() for _ in range(samples)]
     low, high = np.percentile(means, [50 * (1 - level), 50 * (1 + level)])
@@ -77,7 +77,7 @@ def bootstrap_interval(differences: np.ndarray, level: float = 0.95, samples: in
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows that share their keys as a Markdown table, the first column to the left and the others to the right."""
+    """Rows that share their keys as a Markdown table, its first column to the left, others to the right."""
     header = list(rows[0])
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *[list(row.values()) for row in rows]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

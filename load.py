@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import quantize
 from model import ModelConfig, Transformer
@@ -87,9 +88,19 @@ def random_model(config: ModelConfig, device: torch.device | str = "cpu", dtype:
     return _fill(config, RandomSource(quantization, device, dtype), device, dtype, progress)
 
 
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init: on `meta` a single normal_ imports 150 MB of torch's Python, for nothing."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: torch.device | str,
           dtype: torch.dtype, progress: Progress) -> Transformer:
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         model = Transformer(config)
     leaves = {name: module for name, module in model.named_modules()
               if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm))}

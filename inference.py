@@ -158,6 +158,7 @@ class Engine:
                 n = min(4096, count - lo)
                 layer.attention.cache.write(at, k[:, :, :n], v[:, :, :n])
 
+    @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, stop_ids: Collection[int] = (), start: int = 0,
                  progress: Callable = iter) -> Iterator[int]:
         """Feed `prompt` at position `start`, then yield up to `max_new_tokens` tokens, a stop token included.

@@ -251,6 +251,7 @@ def attach(model: nn.Module, spec: CacheSpec, batch: int, length: int, causal_ma
 
 
 def detach(model: nn.Module) -> None:
-    """Free the caches of all layers (before new ones are made, so that two never stand side by side)."""
+    """Free the caches of all layers; then any object with write and attend may take their place."""
     for layer in model.layers:
+        del layer.attention.cache  # nn.Module lets no other kind of object replace a module
         layer.attention.cache = None

@@ -1,16 +1,17 @@
-// PyTorch operators around the kernels of attention_cpu_kernels.cpp, by PyTorch's stable C++ interface (small headers,
-// and its thread pool): gpt_long_cpu::write, ::attend and ::level.
+// PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write, ::attend and ::level.
 #include "attention_cpu.h"
 
 #include <atomic>
 #include <memory>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <vector>
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own thread pool, whatever it is built on
+#include <torch/library.h>
+
+using at::Tensor;
+typedef const std::optional<Tensor>& MaybeTensor;
 
 extern "C" const Kernels gpt_long_portable;
 #ifdef GPT_LONG_X86
@@ -40,10 +41,15 @@ const Kernels& kernels(int64_t most, int64_t D) {
   return gpt_long_portable;
 }
 
+template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
+  auto call = [](int64_t first, int64_t last, void* work) { (*(const Work*)work)(first, last); };
+  torch_parallel_for(0, n, grain, call, (void*)&work);
+}
+
 Kind kind_of(const Tensor& t) {
-  if (t.scalar_type() == ScalarType::Char) return kInt8;
-  if (t.scalar_type() == ScalarType::BFloat16) return kBFloat16;
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "attention_cpu: tensors are int8, bfloat16 or float32");
+  if (t.scalar_type() == at::kChar) return kInt8;
+  if (t.scalar_type() == at::kBFloat16) return kBFloat16;
+  TORCH_CHECK(t.scalar_type() == at::kFloat, "attention_cpu: tensors are int8, bfloat16 or float32");
   return kFloat32;
 }
 
@@ -51,30 +57,30 @@ View view(const Tensor& t) {
   static const int64_t bytes[] = {1, 2, 4};
   int64_t size = bytes[kind_of(t)];
   auto s = t.strides();
-  STD_TORCH_CHECK(s.size() == 4, "attention_cpu: values are [B, H, S, D]");
+  TORCH_CHECK(s.size() == 4, "attention_cpu: values are [B, H, S, D]");
   return {(char*)t.data_ptr(), s[0] * size, s[1] * size, s[2] * size, s[3] * size};
 }
 
-View scale_view(const std::optional<Tensor>& t, const Tensor& values) {
-  STD_TORCH_CHECK(t.has_value() == (kind_of(values) == kInt8), "attention_cpu: int8 values come with scales");
+View scale_view(MaybeTensor t, const Tensor& values) {
+  TORCH_CHECK(t.has_value() == (kind_of(values) == kInt8), "attention_cpu: int8 values come with scales");
   if (!t.has_value()) return {};
-  STD_TORCH_CHECK(t->dim() == 3 && kind_of(*t) == kBFloat16, "attention_cpu: scales are bfloat16 [B, H or 1, S]");
+  TORCH_CHECK(t->dim() == 3 && kind_of(*t) == kBFloat16, "attention_cpu: scales are bfloat16 [B, H or 1, S]");
   auto s = t->strides();
   return {(char*)t->data_ptr(), s[0] * 2, t->size(1) == 1 ? 0 : s[1] * 2, s[2] * 2, 0};
 }
 
 void check(const Tensor& x, const Tensor& start, const Tensor& values) {
   int64_t D = x.size(3), T = x.size(2), S = values.size(2);
-  STD_TORCH_CHECK(D % 16 == 0 && D <= kMaxHeadDim && values.size(3) == D && kind_of(x) != kInt8 &&
-                      start.scalar_type() == ScalarType::Long && start.size(0) == x.size(0) && start.is_contiguous(),
+  TORCH_CHECK(D % 16 == 0 && D <= kMaxHeadDim && values.size(3) == D && kind_of(x) != kInt8 &&
+                      start.scalar_type() == at::kLong && start.size(0) == x.size(0) && start.is_contiguous(),
                   "attention_cpu: wants head_dim a multiple of 16, bfloat16 or float32 input, start int64 [B]");
   auto* p = (const int64_t*)start.data_ptr();
   for (int64_t b = 0; b < x.size(0); b++)
-    STD_TORCH_CHECK(p[b] >= 0 && p[b] + T <= S, "attention_cpu: tokens ", p[b], " to ", p[b] + T,
+    TORCH_CHECK(p[b] >= 0 && p[b] + T <= S, "attention_cpu: tokens ", p[b], " to ", p[b] + T,
                     " do not fit in a cache of ", S, " slots");
 }
 
-void write_one(const Tensor& start, const Tensor& x, Tensor& values, const std::optional<Tensor>& scales, int64_t most) {
+void write_one(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, int64_t most) {
   check(x, start, values);
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
@@ -82,11 +88,11 @@ void write_one(const Tensor& start, const Tensor& x, Tensor& values, const std::
   const Kernels& run = kernels(most, a.D);
   int64_t rows = x.size(0) * a.T, grain = 16384 / (a.H * a.D) + 1;
   if (rows <= grain) return run.store(a, 0, rows);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t first, int64_t last) { run.store(a, first, last); });
+  in_parallel(rows, grain, [&](int64_t first, int64_t last) { run.store(a, first, last); });
 }
 
-void write_cache(const Tensor start, const Tensor k, const Tensor v, Tensor k_values, std::optional<Tensor> k_scales,
-           Tensor v_values, std::optional<Tensor> v_scales, int64_t level) {
+void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values, MaybeTensor k_scales,
+           const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
   write_one(start, k, k_values, k_scales, level);
   write_one(start, v, v_values, v_scales, level);
 }
@@ -129,39 +135,39 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
         run.combine(a, item.b, item.h, parts.count, state.get() + (i - item.part) * floats);
     }
   };
-  int64_t workers = torch::stable::get_num_threads();
-  if (n < workers) workers = n;
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  int64_t workers = n < threads ? n : threads;
   bool small = slots * a.H * a.queries() * a.D < 65536;  // a parallel region would cost more than it saves
   if (workers < 2 || small) return work(0, 1);
-  torch::stable::parallel_for(0, workers, 1, work);
+  in_parallel(workers, 1, work);
 }
 
-Tensor attend(const Tensor q, const Tensor start, const Tensor k_values, const std::optional<Tensor> k_scales,
-              const Tensor v_values, const std::optional<Tensor> v_scales, int64_t level) {
+Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_values, MaybeTensor k_scales,
+              const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
   check(q, start, k_values);
   int64_t B = q.size(0), Hq = q.size(1), T = q.size(2), D = q.size(3), H = k_values.size(1);
-  STD_TORCH_CHECK(Hq % H == 0 && k_values.stride(3) == 1 && v_values.stride(3) == 1,
+  TORCH_CHECK(Hq % H == 0 && k_values.stride(3) == 1 && v_values.stride(3) == 1,
                   "attention_cpu: the values of a slot must be contiguous");
-  Tensor y = torch::stable::empty({B, T, Hq, D}, q.scalar_type());
+  Tensor y = at::empty({B, T, Hq, D}, q.options());
   View out = view(y);
   std::swap(out.h, out.s);  // so that joining the heads of a token is a view
   Attention a = {view(q), view(k_values), view(v_values), scale_view(k_scales, k_values), scale_view(v_scales, v_values),
                  out, kind_of(q), kind_of(k_values), kind_of(v_values), (const int64_t*)start.data_ptr(), H, Hq / H, T, D};
   attend_items(a, kernels(level, D), B);
-  return torch::stable::transpose(y, 1, 2);
+  return y.transpose(1, 2);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(gpt_long_cpu, m) {
+TORCH_LIBRARY(gpt_long_cpu, m) {
   m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, Tensor(c!) v_values, "
         "Tensor(d!)? v_scales, int level=2) -> ()");
   m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, Tensor? v_scales, "
         "int level=2) -> Tensor");
-  m.def("level() -> int");
+  m.def("level() -> int", &level);
 }
-STABLE_TORCH_LIBRARY_IMPL(gpt_long_cpu, CPU, m) {
-  m.impl("write", TORCH_BOX(&write_cache));
-  m.impl("attend", TORCH_BOX(&attend));
+TORCH_LIBRARY_IMPL(gpt_long_cpu, CPU, m) {
+  m.impl("write", &write_tokens);
+  m.impl("attend", &attend_tokens);
 }
-STABLE_TORCH_LIBRARY_IMPL(gpt_long_cpu, CompositeExplicitAutograd, m) { m.impl("level", TORCH_BOX(&level)); }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 enum Kind : int { kInt8, kBFloat16, kFloat32 };
+inline int64_t bytes_of(Kind kind) { return kind == kInt8 ? 1 : kind == kBFloat16 ? 2 : 4; }
 
 struct View {  // a tensor [B, H, S or T, D], strides in bytes
   char* data;

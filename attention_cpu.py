@@ -41,7 +41,7 @@ def _compile_commands(compiler: str, out: Path) -> list[list[str]]:
     for name, flags in {"portable": (), **(X86_KERNELS if x86 else {})}.items():
         commands.append([*base, "-O3", *flags, f"-DGPT_LONG_KERNELS=gpt_long_{name}",
                          str(here / "attention_cpu_kernels.cpp"), "-o", str(out / f"{name}.o")])
-    operators = ["-O1", f"-I{include}", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the interface of torch 2.11
+    operators = ["-O1", f"-I{include}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     commands.append([*base, *operators, *(["-DGPT_LONG_X86"] if x86 else []), str(here / "attention_cpu.cpp"),
                      "-o", str(out / "operators.o")])
     return commands
@@ -58,7 +58,7 @@ def _build(compiler: str, library: Path) -> None:
         if any(process.returncode for process in running):
             first = next((line for text in errors for line in text.splitlines() if "error" in line), "no message")
             raise ValueError(f"{compiler} failed: {first.strip()}")
-        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+        libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
         link = [compiler, "-shared", *map(str, sorted(out.glob("*.o"))), *libraries, "-o",
                 str(out / "attention_cpu.so")]
         subprocess.run(link, check=True, capture_output=True, text=True)

@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -31,20 +32,36 @@ typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef int16_t S __attribute__((vector_size(4 * W)));
 typedef int16_t Half __attribute__((vector_size(2 * W)));
 constexpr int kBlock = 4;      // queries that share one pass over a tile: their sums stay in registers
-constexpr int kChunk = 2 * W;  // values of a row taken at a time; D is a multiple of it
+
+
+#define OUTLINE __attribute__((noinline))  // hot loops: apart, their sums get all the registers
+#define INLINE __attribute__((always_inline)) inline
+#define REREAD(p) asm("" : "+r"(p))  // what p points to is not worth keeping in registers
+#if defined(__AVX2__)
+#define SETTLE(x) asm("" : "+v"(x))  // have it in a register now: compilers load twice, or put additions off
+#else
+#define SETTLE(x)
+#endif
+
 
 template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void save(void* p, V v) { memcpy(p, &v, sizeof v); }
 inline F to_float(I x) { return __builtin_convertvector(x, F); }
 inline F largest(F a, F b) { return a > b ? a : b; }
+template <int N = W> inline float greatest(F x, int first = 0) {
+  if constexpr (N == 1) return x[first];
+  else {
+    float a = greatest<N / 2>(x, first), b = greatest<N / 2>(x, first + N / 2);
+    return a > b ? a : b;
+  }
+}
 
 // What differs between instruction sets:
-//   widen        kChunk int8 as int16
+//   widen        2W int8 as int16
 //   dot          acc + the sums of adjacent products
-//   interleave   two rows of kChunk int8 as int16 (a0 b0 a1 b1 ...): first and second half
-//   add_pairs    per 4 lanes: a0+a2, b0+b2, a1+a3, b1+b3
+//   interleave   2W int8 of two rows as int16 (a0 b0 a1 b1 ...), in two halves
+//   add_pairs    per 4 lanes: a0+a2, a1+a3, b0+b2, b1+b3
 //   store_sums   eight whole sums, from four results of add_pairs
-#if defined(__AVX2__)
 #if defined(__AVX512VNNI__)
 inline S widen(const char* p) { return (S)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
 inline I dot(I acc, S a, S b) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
@@ -55,16 +72,16 @@ inline void interleave(const char* pa, const char* pb, S& first, S& second) {
   second = (S)_mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
 }
 template <class V> inline V add_pairs(V a, V b) {
-  return (V)_mm512_unpacklo_ps((__m512)a, (__m512)b) + (V)_mm512_unpackhi_ps((__m512)a, (__m512)b);
+  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x4e) + (V)_mm512_mask_blend_ps(0xcccc, (__m512)a, (__m512)b);
 }
-template <class V> inline V add_quads(V a, V b) {
-  return (V)_mm512_unpacklo_pd((__m512d)a, (__m512d)b) + (V)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
+template <class V> inline V add_neighbours(V a, V b) {
+  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) + (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
 }
 template <class T, class V> inline auto fold(V x) {
   typedef T R __attribute__((vector_size(32)));
   return (R)_mm512_castps512_ps256((__m512)x) + (R)_mm512_extractf32x8_ps((__m512)x, 1);
 }
-#else
+#elif defined(__AVX2__)
 inline S widen(const char* p) { return (S)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
 inline I dot(I acc, S a, S b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 inline void interleave(const char* pa, const char* pb, S& first, S& second) {
@@ -73,18 +90,18 @@ inline void interleave(const char* pa, const char* pb, S& first, S& second) {
   second = (S)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
 }
 template <class V> inline V add_pairs(V a, V b) {
-  return (V)_mm256_unpacklo_ps((__m256)a, (__m256)b) + (V)_mm256_unpackhi_ps((__m256)a, (__m256)b);
+  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e) + (V)_mm256_blend_ps((__m256)a, (__m256)b, 0xcc);
 }
-template <class V> inline V add_quads(V a, V b) {
-  return (V)_mm256_unpacklo_pd((__m256d)a, (__m256d)b) + (V)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
+template <class V> inline V add_neighbours(V a, V b) {
+  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88) + (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
 }
 template <class T, class V> inline V fold(V x) { return x; }
 #endif
+#if defined(__AVX2__)
 template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
-  auto a = fold<T>(add_quads(pairs[0], pairs[1])), b = fold<T>(add_quads(pairs[2], pairs[3]));
+  auto a = fold<T>(add_neighbours(pairs[0], pairs[1])), b = fold<T>(add_neighbours(pairs[2], pairs[3]));
   using R = decltype(a);
-  save(out, (R)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x20) +
-            (R)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x31));
+  save(out, (R)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x21) + (R)_mm256_blend_ps((__m256)a, (__m256)b, 0xf0));
 }
 #else
 inline S widen(const char* p) {
@@ -105,27 +122,26 @@ inline void interleave(const char* a, const char* b, S& first, S& second) {
   second = load<S>(pairs + 2 * W);
 }
 template <class V> inline V add_pairs(V a, V b) {
-  return V{a[0] + a[2], b[0] + b[2], a[1] + a[3], b[1] + b[3]};
+  return V{a[0] + a[2], a[1] + a[3], b[0] + b[2], b[1] + b[3]};
 }
 template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
   for (int i = 0; i < 4; i++) {
-    out[2 * i] = pairs[i][0] + pairs[i][2];
-    out[2 * i + 1] = pairs[i][1] + pairs[i][3];
+    out[2 * i] = pairs[i][0] + pairs[i][1];
+    out[2 * i + 1] = pairs[i][2] + pairs[i][3];
   }
 }
 #endif
 
-// 2^x for x <= 0, within 2e-7; below -126 it stays at 2^-126.  Taylor's series around the nearest integer.
+// 2^x for x <= 0, within 2e-7; below -126 it stays at 2^-126.  A polynomial fitted around the nearest integer.
 inline F exp2(F x) {
   const float shift = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   x = largest(x, F{} - 126.f);
   F t = x + shift;
   F f = x - (t - shift);
-  F y = f * 1.540353e-4f + 1.3333558e-3f;
-  y = y * f + 9.6181291e-3f;
-  y = y * f + 5.5504109e-2f;
-  y = y * f + 2.4022651e-1f;
-  y = y * f + 6.9314718e-1f;
+  F y = f * 1.32646706e-3f + 9.67149993e-3f;
+  y = y * f + 5.55073376e-2f;
+  y = y * f + 2.40222423e-1f;
+  y = y * f + 6.93146978e-1f;
   y = y * f + 1.f;
   return (F)((I)y + ((I)t << 23));
 }
@@ -154,66 +170,104 @@ inline float largest_magnitude(const float* x, int64_t D) {
     F v = load<F>(x + d);
     top = largest(top, largest(v, -v));
   }
-  float most = 0;
-  for (int i = 0; i < W; i++) most = most > top[i] ? most : top[i];
-  return most;
+  return greatest(top);
 }
 
-// How the values of a row are read, kChunk at a time.  A 4-bit kind would look its codes up in load().
+// How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells where
+// value d of a row ends up, and queries and outputs are kept in that order.  A 4-bit kind would look its codes up in load.
 struct Int8 {
   typedef I Sum;
   typedef int32_t Score;
   typedef int16_t Query;
+  typedef int8_t Stored;
+  static constexpr int kValues = 2 * W;
   struct Chunk { S x; };
-  static Chunk load_chunk(const char* row, int64_t c) { return {widen(row + c * kChunk)}; }
-  static Chunk query(const void* q, int64_t c) { return {load<S>((const int16_t*)q + c * kChunk)}; }
+  static Chunk load_chunk(const char* row) { return {widen(row)}; }
+  static Chunk query(const Query* q) { return {load<S>(q)}; }
+  static void settle(Chunk& c) { SETTLE(c.x); }
   static Sum add(Sum sum, Chunk k, Chunk q) { return dot(sum, k.x, q.x); }
+  static int64_t place(int64_t d) { return d; }
 };
 struct Float32 {
   typedef F Sum;
   typedef float Score;
   typedef float Query;
+  typedef float Stored;
+  static constexpr int kValues = 2 * W;
   struct Chunk { F x, y; };
-  static Chunk load_chunk(const char* row, int64_t c) {
-    return {load<F>(row + c * 4 * kChunk), load<F>(row + c * 4 * kChunk + 4 * W)};
-  }
-  static Chunk query(const void* q, int64_t c) { return load_chunk((const char*)q, c); }
+  static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
+  static Chunk query(const Query* q) { return load_chunk((const char*)q); }
+  static void settle(Chunk& c) { SETTLE(c.x); SETTLE(c.y); }
   static Sum add(Sum sum, Chunk k, Chunk q) { return sum + k.x * q.x + k.y * q.y; }
+  static int64_t place(int64_t d) { return d; }
 };
 struct BFloat16 : Float32 {  // even values, then odd ones: one instruction each
-  static Chunk load_chunk(const char* row, int64_t c) {
-    I pairs = load<I>(row + c * 2 * kChunk);
+  typedef uint16_t Stored;
+  static Chunk load_chunk(const char* row) {
+    I pairs = load<I>(row);
     return {(F)(pairs << 16), (F)(pairs & (int32_t)0xffff0000)};
   }
+  static int64_t place(int64_t d) { return d / kValues * kValues + d % 2 * W + d % kValues / 2; }
 };
-// Where value d of a row stands among the chunks of its kind.
-inline int64_t place(Kind kind, int64_t d) {
-  if (kind != kBFloat16) return d;
-  int64_t i = d % kChunk;
-  return d - i + (i % 2) * W + i / 2;
+// Calls f with the class of a kind.
+template <class Call> inline void with_kind(Kind kind, const Call& f) {
+  if (kind == kInt8) f(Int8());
+  else if (kind == kBFloat16) f(BFloat16());
+  else f(Float32());
 }
 
-// Scores of NQ queries q [NQ][D] with n rows: out [NQ][kTile], before any scale.
-template <class K, int NQ, int FixedD>
-void scores(const char* rows, int64_t stride, int64_t n, const void* q, int64_t D, void* out) {
-  if (FixedD) D = FixedD;
-  for (int64_t s = 0; s < n; s += 8) {
-    typename K::Sum pairs[NQ][4];
-    for (int i = 0; i < 4; i++) {
-      int64_t s0 = s + 2 * i < n ? s + 2 * i : n - 1, s1 = s0 + 1 < n ? s0 + 1 : n - 1;  // stay in filled slots
-      const char *row0 = rows + s0 * stride, *row1 = rows + s1 * stride;
-      typename K::Sum sum0[NQ] = {}, sum1[NQ] = {};
-      for (int64_t c = 0; c < D / kChunk; c++) {
-        typename K::Chunk k0 = K::load_chunk(row0, c), k1 = K::load_chunk(row1, c);
-        for (int j = 0; j < NQ; j++) {
-          typename K::Chunk x = K::query((const typename K::Query*)q + j * D, c);
-          sum0[j] = K::add(sum0[j], k0, x);
-          sum1[j] = K::add(sum1[j], k1, x);
-        }
-      }
-      for (int j = 0; j < NQ; j++) pairs[j][i] = add_pairs(sum0[j], sum1[j]);
+struct Tile {  // n slots of one head
+  const char *k, *v;
+  int64_t k_stride, v_stride, n;
+  alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
+};
+
+// Scores of NQ queries q [NQ][D] with eight rows: out [NQ][kTile], before any scale.  Meanwhile the first `fetch` bytes of
+// the same rows of V come closer: they lie too far apart for the processor to see the stream by itself.
+template <class K, int NQ>
+INLINE void score_eight(const char* row, int64_t stride, const typename K::Query* q, int64_t D, const char* v,
+                        int64_t v_stride, int64_t fetch, char* out) {
+  constexpr int64_t bytes = K::kValues * sizeof(typename K::Stored);
+  typename K::Sum pairs[NQ][4];
+  for (int i = 0; i < 4; i++, row += 2 * stride) {
+    for (int64_t end = fetch; end > 0; end -= 64) {
+      __builtin_prefetch(v + end - 1);
+      __builtin_prefetch(v + v_stride + end - 1);
     }
-    for (int j = 0; j < NQ; j++) store_sums(pairs[j], (typename K::Score*)out + j * kTile + s);
+    v += 2 * v_stride;
+    REREAD(q);
+    typename K::Sum sum0[NQ], sum1[NQ];
+    for (int j = 0; j < NQ; j++) sum0[j] = sum1[j] = typename K::Sum{};
+    const char *row0 = row, *row1 = row + stride;
+    for (int64_t c = 0; c < D; c += K::kValues, row0 += bytes, row1 += bytes) {
+      typename K::Chunk k0 = K::load_chunk(row0), k1 = K::load_chunk(row1);
+      for (int j = 0; j < NQ; j++) {
+        typename K::Chunk x = K::query(q + j * D + c);
+        K::settle(x);
+        sum0[j] = K::add(sum0[j], k0, x);
+        sum1[j] = K::add(sum1[j], k1, x);
+        SETTLE(sum0[j]);
+        SETTLE(sum1[j]);
+      }
+    }
+    for (int j = 0; j < NQ; j++) pairs[j][i] = add_pairs(sum0[j], sum1[j]);
+  }
+  for (int j = 0; j < NQ; j++) store_sums(pairs[j], (typename K::Score*)out + j * kTile);
+}
+
+// The same with the n filled rows of a tile.  FixedD (0: any) unrolls the loop over D.
+template <class K, int NQ, int FixedD>
+OUTLINE void scores(const Tile& t, const typename K::Query* q, int64_t D, int64_t fetch, void* out) {
+  if (FixedD) D = FixedD;
+  const int64_t score = sizeof(typename K::Score), stride = t.k_stride;
+  if (t.n < 8) {  // no row past the filled ones is read: the same row eight times, the next one overwrites
+    REREAD(D);
+    for (int64_t s = 0; s < t.n; s++) score_eight<K, NQ>(t.k + s * stride, 0, q, D, nullptr, 0, 0, (char*)out + s * score);
+    return;
+  }
+  for (int64_t s = 0; s < t.n; s += 8) {
+    s = s < t.n - 8 ? s : t.n - 8;
+    score_eight<K, NQ>(t.k + s * stride, stride, q, D, t.v + s * t.v_stride, t.v_stride, fetch, (char*)out + s * score);
   }
 }
 
@@ -228,39 +282,38 @@ template <bool IntK, bool IntV>
 void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float* k_scales, const float* v_scales,
              float& top, float& total) {
   float* score = w.score[j];
-  I index;
-  for (int i = 0; i < W; i++) index[i] = i;
   F most = F{} - INFINITY;
-  for (int64_t s = 0; s < n; s += W) {
-    F x = IntK ? to_float(load<I>(score + s)) * load<F>(k_scales + s) : load<F>(score + s);
-    x = index + (int32_t)s < (int32_t)seen ? x * mul : F{} - INFINITY;
+  auto scaled = [&](int64_t s) {
+    return IntK ? to_float(load<I>(score + s)) * (load<F>(k_scales + s) * mul) : load<F>(score + s) * mul;
+  };
+  int64_t s = 0;
+  for (; s + W <= seen; s += W) {
+    F x = scaled(s);
     most = largest(most, x);
     save(score + s, x);
   }
-  float tile_top = most[0];
-  for (int i = 1; i < W; i++) tile_top = tile_top > most[i] ? tile_top : most[i];
-  float new_top = top > tile_top ? top : tile_top;
+  for (; s < n; s += W) {
+    F x = scaled(s);
+    for (int i = 0; i < W; i++) x[i] = s + i < seen ? x[i] : -INFINITY;
+    most = largest(most, x);
+    save(score + s, x);
+  }
+  float tile_top = greatest(most), new_top = top > tile_top ? top : tile_top;
   F sum = {}, top_weight = F{} + 1e-30f;
-  for (int64_t s = 0; s < n; s += W) {
+  for (s = 0; s < n; s += W) {
     F p = exp2(load<F>(score + s) - tile_top);
     sum += p;
-    if (IntV) {
-      p *= load<F>(v_scales + s);
-      top_weight = largest(top_weight, p);
-    }
+    if (IntV) p *= load<F>(v_scales + s);
+    if (IntV) top_weight = largest(top_weight, p);
     save(score + s, p);
   }
-  float tile_total = 0, weight = top_weight[0];
-  for (int i = 0; i < W; i++) {
-    tile_total += sum[i];
-    weight = weight > top_weight[i] ? weight : top_weight[i];
-  }
-  float relative = exp2(tile_top - new_top);
+  float relative = exp2(tile_top - new_top), tile_total = 0;
+  for (int i = 0; i < W; i++) tile_total += sum[i];
   w.shrink[j] = exp2(top - new_top);
   w.factor[j] = relative;
   if (IntV) {
-    float up = 32767 / weight;
-    for (int64_t s = 0; s < n; s += W) {
+    float weight = greatest(top_weight), up = 32767 / weight;
+    for (s = 0; s < n; s += W) {
       I rounded = __builtin_convertvector(load<F>(score + s) * up + 0.5f, I);
       save(w.rounded[j] + s, __builtin_convertvector(rounded, Half));
     }
@@ -270,34 +323,46 @@ void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float*
   top = new_top;
 }
 
-template <int NQ> void values_int8(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
-  for (int64_t c = 0; c < D / kChunk; c++) {
-    I x0[NQ] = {}, x1[NQ] = {};
-    const char* row = rows + c * kChunk;
-    for (int64_t s = 0; s < n; s += 2, row += 2 * stride) {
-      S v0, v1;  // the weight past an odd end is zero
-      interleave(row, s + 1 < n ? row + stride : row, v0, v1);
+template <int NQ> inline void add_values(float* y, int64_t D, const Weights& w, const F* first, const F* second) {
+  for (int j = 0; j < NQ; j++, y += D) {
+    save(y, load<F>(y) * w.shrink[j] + first[j] * w.factor[j]);
+    save(y + W, load<F>(y + W) * w.shrink[j] + second[j] * w.factor[j]);
+  }
+}
+
+template <int NQ>
+OUTLINE void values_int8(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
+  for (int64_t c = 0; c < D; c += Int8::kValues) {
+    I x0[NQ], x1[NQ];
+    for (int j = 0; j < NQ; j++) x0[j] = x1[j] = I{};
+    auto add = [&](int64_t s, const char* row, const char* next) {
+      S v0, v1;
+      interleave(row, next, v0, v1);
       for (int j = 0; j < NQ; j++) {
         S p = (S)(I{} + load<int32_t>(w.rounded[j] + s));
         x0[j] = dot(x0[j], v0, p);
         x1[j] = dot(x1[j], v1, p);
       }
-    }
-    for (int j = 0; j < NQ; j++) {
-      float* out = y + j * D + c * kChunk;
-      save(out, load<F>(out) * w.shrink[j] + to_float(x0[j]) * w.factor[j]);
-      save(out + W, load<F>(out + W) * w.shrink[j] + to_float(x1[j]) * w.factor[j]);
-    }
+    };
+    const char* row = rows + c;
+    int64_t s = 0;
+    for (; s + 2 <= n; s += 2, row += 2 * stride) add(s, row, row + stride);
+    if (s < n) add(s, row, row);  // the weight past an odd end is zero
+    F first[NQ], second[NQ];
+    for (int j = 0; j < NQ; j++) first[j] = to_float(x0[j]), second[j] = to_float(x1[j]);
+    add_values<NQ>(y + c, D, w, first, second);
   }
 }
 
 template <class V, int NQ>
-void values_float(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
+OUTLINE void values_float(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
   constexpr int kSums = NQ == 1 ? 4 : NQ == 2 ? 2 : 1;  // enough sums in flight to hide the latency
-  for (int64_t c = 0; c < D / kChunk; c++) {
-    F x[kSums][NQ] = {}, z[kSums][NQ] = {};
+  for (int64_t c = 0; c < D; c += V::kValues, rows += V::kValues * sizeof(typename V::Stored)) {
+    F x[kSums][NQ], z[kSums][NQ];
+    for (int u = 0; u < kSums; u++)
+      for (int j = 0; j < NQ; j++) x[u][j] = z[u][j] = F{};
     auto add = [&](int u, int64_t s) {
-      typename V::Chunk v = V::load_chunk(rows + s * stride, c);
+      typename V::Chunk v = V::load_chunk(rows + s * stride);
       for (int j = 0; j < NQ; j++) {
         x[u][j] += v.x * w.score[j][s];
         z[u][j] += v.y * w.score[j][s];
@@ -309,32 +374,18 @@ void values_float(const char* rows, int64_t stride, int64_t n, const Weights& w,
     for (; s < n; s++) add(0, s);
     for (int u = 1; u < kSums; u++)
       for (int j = 0; j < NQ; j++) x[0][j] += x[u][j], z[0][j] += z[u][j];
-    for (int j = 0; j < NQ; j++) {
-      float* out = y + j * D + c * kChunk;
-      save(out, load<F>(out) * w.shrink[j] + x[0][j] * w.factor[j]);
-      save(out + W, load<F>(out + W) * w.shrink[j] + z[0][j] * w.factor[j]);
-    }
+    add_values<NQ>(y + c, D, w, x[0], z[0]);
   }
 }
-
-struct Tile {  // n slots of one head
-  const char *k, *v;
-  int64_t k_stride, v_stride, n;
-  alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
-};
 
 void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
   if (!scales.data) return;
   const char* p = scales.at(b, h, first);
-  for (int64_t s = 0; s < n; s++) out[s] = from_bfloat16(*(const uint16_t*)(p + s * scales.s));
-  for (int64_t s = n; s < kTile && s < n + W; s++) out[s] = 0;
-}
-
-template <class K, int NQ> void scores_of(const Attention& a, const Tile& t, const float* q, int64_t j, void* out) {
-  const void* block = (const typename K::Query*)q + j * a.D;
-  if (a.D == 64) return scores<K, NQ, 64>(t.k, t.k_stride, t.n, block, a.D, out);
-  if (a.D == 128) return scores<K, NQ, 128>(t.k, t.k_stride, t.n, block, a.D, out);
-  scores<K, NQ, 0>(t.k, t.k_stride, t.n, block, a.D, out);
+  int64_t s = 0;
+  if (scales.s == 2)
+    for (; s + W <= n; s += W) save(out + s, (F)(__builtin_convertvector(load<Half>(p + 2 * s), I) << 16));
+  for (; s < n; s++) out[s] = from_bfloat16(*(const uint16_t*)(p + s * scales.s));
+  for (; s % W; s++) out[s] = 0;
 }
 
 // NQ queries, from query j of the item on, meet a tile.  Query j is token j / G, so its last slot is known from j.
@@ -342,9 +393,11 @@ template <int NQ>
 void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part, Weights& w) {
   int64_t N = a.queries();
   float *top = part + j, *total = top + N, *mul = total + N, *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
-  if (a.k_kind == kInt8) scores_of<Int8, NQ>(a, t, q, j, w.score);
-  else if (a.k_kind == kBFloat16) scores_of<BFloat16, NQ>(a, t, q, j, w.score);
-  else scores_of<Float32, NQ>(a, t, q, j, w.score);
+  with_kind(a.k_kind, [&](auto kind) {
+    typedef decltype(kind) K;
+    auto run = a.D == 64 ? scores<K, NQ, 64> : a.D == 128 ? scores<K, NQ, 128> : scores<K, NQ, 0>;
+    run(t, (const typename K::Query*)q + j * a.D, a.D, j == 0 ? a.D * bytes_of(a.v_kind) : 0, w.score);
+  });
   bool int_k = a.k_kind == kInt8, int_v = a.v_kind == kInt8;
   auto step = int_k ? int_v ? softmax<true, true> : softmax<true, false>
                     : int_v ? softmax<false, true> : softmax<false, false>;
@@ -359,30 +412,30 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
       w.factor[i] = 0;
     }
   }
-  if (a.v_kind == kInt8) values_int8<NQ>(t.v, t.v_stride, t.n, w, a.D, y);
-  else if (a.v_kind == kBFloat16) values_float<BFloat16, NQ>(t.v, t.v_stride, t.n, w, a.D, y);
-  else values_float<Float32, NQ>(t.v, t.v_stride, t.n, w, a.D, y);
+  with_kind(a.v_kind, [&](auto kind) {
+    typedef decltype(kind) V;
+    if constexpr (std::is_same_v<typename V::Stored, int8_t>) values_int8<NQ>(t.v, t.v_stride, t.n, w, a.D, y);
+    else values_float<V, NQ>(t.v, t.v_stride, t.n, w, a.D, y);
+  });
 }
 
 // The item's queries as its K wants them, with the factor that makes a score an exponent of two.
-void load_queries(const Attention& a, int64_t b, int64_t h, float* mul, float* prepared) {
+template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, float* mul, float* prepared) {
   float row[kMaxHeadDim];
-  float to_exponent = 1.44269504f / std::sqrt((float)a.D);
-  for (int64_t j = 0; j < a.queries(); j++) {
+  auto out = (typename K::Query*)prepared;
+  for (int64_t j = 0; j < a.queries(); j++, out += a.D) {
     load_row(a.q.at(b, h * a.G + j % a.G, j / a.G), a.q.d, a.q_kind, a.D, row);
-    mul[j] = to_exponent;
+    mul[j] = 1.44269504f / std::sqrt((float)a.D);
+    float up = 1;
     if (a.k_kind == kInt8) {
-      float scale = largest_magnitude(row, a.D) / 32767;
-      scale = scale > 1e-30f ? scale : 1e-30f;
-      mul[j] *= scale;
-      int16_t* out = (int16_t*)prepared + j * a.D;
-      float up = 1 / scale;
-      for (int64_t d = 0; d < a.D; d++) {
-        float x = row[d] * up;
-        out[d] = (int16_t)(int32_t)(x + (x < 0 ? -0.5f : 0.5f));
-      }
-    } else {
-      for (int64_t d = 0; d < a.D; d++) prepared[j * a.D + place(a.k_kind, d)] = row[d];
+      float most = largest_magnitude(row, a.D);
+      up = most > 1e-30f ? 32767 / most : 0;
+      mul[j] *= most / 32767;
+    }
+    for (int64_t d = 0; d < a.D; d++) {
+      float x = row[d] * up;
+      if (a.k_kind == kInt8) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
+      out[K::place(d)] = (typename K::Query)x;
     }
   }
 }
@@ -390,7 +443,9 @@ void load_queries(const Attention& a, int64_t b, int64_t h, float* mul, float* p
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
-  load_queries(a, b, h, part + 2 * N, part + (3 + a.D) * N);
+  with_kind(a.k_kind, [&](auto kind) {
+    load_queries<decltype(kind)>(a, b, h, part + 2 * N, part + (3 + a.D) * N);
+  });
   memset(part + N, 0, N * sizeof(float));
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
   Tile t;
@@ -427,11 +482,13 @@ void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* par
       for (int64_t d = 0; d < a.D; d += W) save(row + d, load<F>(row + d) + load<F>(y + d) * weight);
     }
     char* out = a.out.at(b, h * a.G + j % a.G, j / a.G);
-    for (int64_t d = 0; d < a.D; d++) {
-      float x = row[place(a.v_kind, d)] / total;
-      if (a.q_kind == kFloat32) save(out + d * 4, x);
-      else save(out + d * 2, to_bfloat16(x));
-    }
+    with_kind(a.v_kind, [&](auto kind) {
+      for (int64_t d = 0; d < a.D; d++) {
+        float x = row[decltype(kind)::place(d)] / total;
+        if (a.q_kind == kFloat32) save(out + d * 4, x);
+        else save(out + d * 2, to_bfloat16(x));
+      }
+    });
   }
 }
 

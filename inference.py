@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kv_cache import CacheSpec, KVCache, attach
+from kv_cache import CacheSpec, KVCache, at_position, attach
 from model import ModelConfig, Transformer
 
 Sampler = Callable[[Tensor], Tensor]
@@ -137,7 +137,7 @@ class Engine:
         """Feed tokens [B, P] that stand at start .. start+P-1; logits [B, V] after the last one."""
         logits = None
         for lo in progress(range(0, tokens.shape[1], self.prefill_chunk)):
-            at = torch.full((self.batch,), start + lo, dtype=torch.int64, device=self.device)
+            at = at_position(start + lo, self.batch, self.device)
             logits = self._forward(tokens[:, lo:lo + self.prefill_chunk], at)
         return logits
 
@@ -154,7 +154,7 @@ class Engine:
         k, v = torch.randn(2, *shape, dtype=self.model.norm.weight.dtype, device=self.device)
         for layer in self.model.layers:
             for lo in range(0, count, 4096):
-                at = torch.full((self.batch,), lo, dtype=torch.int64, device=self.device)
+                at = at_position(lo, self.batch, self.device)
                 n = min(4096, count - lo)
                 layer.attention.cache.write(at, k[:, :, :n], v[:, :, :n])
 

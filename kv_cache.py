@@ -104,6 +104,22 @@ def dequantize(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Ten
     return values.to(dtype) if scales is None else (values.float() * scales[..., None].float()).to(dtype)
 
 
+def at_position(position: int, batch: int, device: torch.device | str | None = None) -> Tensor:
+    """Start positions int64 [B], every row at `position`; host_range then need not ask the device.
+
+    Not to be changed in place: what the host knows would no longer be true.
+    """
+    start = torch.full((batch,), position, dtype=torch.int64, device=device)
+    start.host_range = (position, position)
+    return start
+
+
+def host_range(start: Tensor) -> tuple[int, int]:
+    """The lowest and the highest of start [B]; waits for the device unless at_position made it."""
+    known = getattr(start, "host_range", None)
+    return known or (int(start.min()), int(start.max()))
+
+
 def _matmul_dtype(q: Tensor) -> torch.dtype:
     """bfloat16 GEMMs pay on accelerators, and for many rows on CPUs that have them in hardware."""
     if q.device.type != "cpu":
@@ -127,7 +143,8 @@ def attend_blocks(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor |
     rows = rows.to(_matmul_dtype(rows))
     position = start[:, None] + torch.arange(T, device=q.device)  # [B, T]
     position = position.repeat(1, Hq // H)[:, None, :, None]  # [B, 1, G*T, 1]
-    first, filled = int(start.min()) + 1, int(start.max()) + T
+    lowest, highest = host_range(start)
+    first, filled = lowest + 1, highest + T
     top = torch.full((*rows.shape[:3], 1), -torch.inf, device=q.device)  # running maximum [B, H, G*T, 1]
     total = torch.zeros_like(top)
     y = torch.zeros(rows.shape, device=q.device)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 GROUPS = (256, 128, 64, 32)
 SCHEMES = ("int8wo", "int8dq", *(f"int4wo-{g}" for g in sorted(GROUPS)))
@@ -260,9 +261,10 @@ def _cpu_unpack(packed: Tensor, block: int) -> Tensor:
 def _cpu_block_rows() -> int:
     """How many rows the int4 kernel of this processor interleaves (64 with AVX-512, 32 with AVX2), found by
     packing a probe; 0 when it does something else."""
-    probe = torch.randint(0, 16, (128, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(probe, 1)
-    return next((b for b in (64, 32) if torch.equal(_cpu_unpack(packed, b).t().int(), probe)), 0)
+    with _disable_current_modes():  # fake tensors hold nothing that could be compared
+        probe = torch.randint(0, 16, (128, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(probe, 1)
+        return next((b for b in (64, 32) if torch.equal(_cpu_unpack(packed, b).t().int(), probe)), 0)
 
 
 def _cuda_pack(packed: Tensor) -> Tensor:

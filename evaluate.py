@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import backends
 import metrics
 from inference import Engine, check_limits
-from kv_cache import CacheSpec, KVCache, attach, detach
+from kv_cache import CacheSpec, KVCache, at_position, attach, detach
 from load import load_checkpoint
 from model import ModelConfig, Transformer
 from needle import hit_rates, make_needles
@@ -83,7 +84,7 @@ def _common_flags(parser: Parser, max_new_tokens: int | None = None) -> argparse
     """Flags of every task; returns the group for those of its own."""
     add_model_flags(parser)
     add_cache_flags(parser)
-    parser.set_defaults(precision="fp32")
+    parser.set_defaults(precision="fp32", attention="plain")
     group = parser.add_argument_group("evaluation")
     group.add_argument("--text", type=Path, default=DEFAULT_TEXT, metavar="FILE",
                        help="UTF-8 text (default: data/moby_dick.txt)")
@@ -106,10 +107,17 @@ class Job:
     tokenizer: Tokenizer
     specs: dict[str, CacheSpec]  # by name, the 16-bit baseline first
 
-    def load(self) -> Transformer:
+    def load(self) -> tuple[Transformer, type[KVCache]]:
+        """The model, and the cache class that --attention asks for."""
         args = self.args
-        return load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
-                               args.quantization, progress("load"))
+        model = load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
+                                args.quantization, progress("load"))
+        if args.attention == "plain":
+            return model, KVCache
+        cache_class, *reasons = backends.fastest_cache(self.device)
+        reasons.append(backends.use_fastest_linears(model))
+        print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
+        return model, cache_class
 
 
 def plan(args: argparse.Namespace) -> Job:
@@ -192,7 +200,7 @@ def compare_caches(model: Transformer, windows: Tensor, specs: dict[str, CacheSp
     figures = {name: metrics.TokenFigures() for name in specs}
     chunks = [(window, lo) for window in windows for lo in range(0, len(window), chunk)]
     for window, lo in progress(chunks):
-        states, start = {}, torch.tensor([lo], device=window.device)  # states: [T, E] each
+        states, start = {}, at_position(lo, 1, window.device)  # states: [T, E] each
         for name, caches in held.items():
             for layer, cache in zip(model.layers, caches, strict=True):
                 layer.attention.cache = cache
@@ -229,8 +237,9 @@ def perplexity(job: Job) -> tuple[list[dict], list[dict]]:
     ids = job.tokenizer.encode(read_text(args.text))
     need_tokens(ids, args.window * args.windows, f"{args.windows} windows of {args.window}", args.text)
     windows = token_windows(ids, args.window, args.windows)
-    rows = compare_caches(job.load(), windows, job.specs, args.prefill_chunk, length, args.causal_mask,
-                          progress=progress("chunks"))
+    model, cache_class = job.load()
+    rows = compare_caches(model, windows, job.specs, args.prefill_chunk, length, args.causal_mask,
+                          cache_class, progress("chunks"))
     base = rows[0]["perplexity"]
     table = [{"cache": row["cache"], "bytes/token": f"{row['bytes_per_token']:.0f}",
               "perplexity": f"{row['perplexity']:.2f} ± {row['perplexity_stderr']:.2f}",
@@ -267,16 +276,21 @@ def cut_prompts(ids: Sequence[int], count: int, length: int, bos: int | None) ->
     return [[*first, *ids[i * step:i * step + length]] for i in range(count)]
 
 
-def generate_replies(model: Transformer, prompts: list[list[int]], spec: CacheSpec, job: Job,
-                     cls: type[KVCache] = KVCache) -> list[str]:
-    """What the model writes after each prompt, greedily, over a cache of this kind."""
+def generate_replies(job: Job, prompts: list[list[int]]) -> dict[str, list[str]]:
+    """What the model writes after each prompt, greedily, over each kind of cache."""
+    model, cache_class = job.load()
+    return {name: _replies(job, model, prompts, spec, cache_class) for name, spec in job.specs.items()}
+
+
+def _replies(job: Job, model: Transformer, prompts: list[list[int]], spec: CacheSpec,
+             cache_class: type[KVCache]) -> list[str]:
     args = job.args
     length = args.cache_size or max(map(len, prompts)) + args.max_new_tokens
-    engine = Engine(model, spec, length, args.causal_mask, prefill_chunk=args.prefill_chunk, cache_class=cls,
-                    compile=args.compile)
+    engine = Engine(model, spec, length, args.causal_mask, prefill_chunk=args.prefill_chunk,
+                    cache_class=cache_class, compile=args.compile)
     stops = job.tokenizer.stop_ids
-    return [job.tokenizer.decode(engine.generate(prompt, args.max_new_tokens, stops))
-            for prompt in progress("prompts")(prompts)]
+    made = (engine.generate(prompt, args.max_new_tokens, stops) for prompt in progress("prompts")(prompts))
+    return [job.tokenizer.decode(token for token in tokens if token not in stops) for tokens in made]
 
 
 def rouge_rows(replies: dict[str, list[str]], references: list[str], seed: int) -> list[dict]:
@@ -315,8 +329,7 @@ def rouge(job: Job) -> tuple[list[dict], list[dict]]:
         need_tokens(ids, args.prompts * args.prompt_tokens, what, args.text)
         prompts, references = cut_prompts(ids, args.prompts, args.prompt_tokens, tokenizer.bos_id), None
     _check_lengths(job, prompts)
-    model = job.load()
-    replies = {name: generate_replies(model, prompts, spec, job) for name, spec in job.specs.items()}
+    replies = generate_replies(job, prompts)
     rows = rouge_rows(replies, references or replies[BASELINE], args.seed)
     table = [{"cache": row["cache"], **{kind: f"{row[kind]:.4f}" for kind in metrics.ROUGE_KINDS},
               "gen_len": str(row["gen_len"]), "gen_num": str(row["gen_num"]),
@@ -344,9 +357,8 @@ def find_needle(job: Job) -> tuple[list[dict], list[dict]]:
     prompts = [n.prompt(ids[lo:lo + args.context], tokenizer, args.context - args.max_new_tokens)
                for n, lo in zip(needles, starts, strict=True)]
     _check_lengths(job, prompts)
-    model = job.load()
-    rows = [{"cache": name, **hit_rates(needles, generate_replies(model, prompts, spec, job))}
-            for name, spec in job.specs.items()]
+    rows = [{"cache": name, **hit_rates(needles, replies)}
+            for name, replies in generate_replies(job, prompts).items()]
     table = [{"cache": row["cache"], "all": f"{row['hit_rate']:.2f}",
               **{f"depth {r['depth']:.2f}": f"{r['hit_rate']:.2f}" for r in row["by_depth"]}} for row in rows]
     return table, rows

@@ -138,7 +138,7 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   int64_t workers = n < threads ? n : threads;
-  bool small = slots * a.H * a.queries() * a.D < 65536;  // a parallel region would cost more than it saves
+  bool small = slots * a.H * a.queries() * a.D < (1 << 18);  // a parallel region would cost more than it saves
   if (workers < 2 || small) return work(0, 1);
   in_parallel(workers, 1, work);
 }

@@ -469,43 +469,48 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   }
 }
 
+void convert_row(const float* x, Kind kind, int64_t stride, int64_t D, char* out) {
+  if (kind == kFloat32) {
+    for (int64_t d = 0; d < D; d++) save(out + d * stride, x[d]);
+  } else if (stride == 2) {
+    for (int64_t d = 0; d < D; d++) ((uint16_t*)out)[d] = to_bfloat16(x[d]);
+  } else {
+    for (int64_t d = 0; d < D; d++) save(out + d * stride, to_bfloat16(x[d]));
+  }
+}
+
 // The parts of (b, h), in order, become its outputs.
 void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* part) {
   int64_t N = a.queries(), step = a.part_floats();
   for (int64_t j = 0; j < N; j++) {
-    float top = -INFINITY, total = 0, row[kMaxHeadDim] = {};
+    float top = -INFINITY, total = 0, row[kMaxHeadDim], ordered[kMaxHeadDim];
     for (int64_t i = 0; i < parts; i++) top = top > part[i * step + j] ? top : part[i * step + j];
+    memset(row, 0, a.D * sizeof(float));
     for (int64_t i = 0; i < parts; i++) {
       const float *p = part + i * step, *y = p + 3 * N + j * a.D;
       float weight = exp2(p[j] - top);
       total += weight * p[N + j];
       for (int64_t d = 0; d < a.D; d += W) save(row + d, load<F>(row + d) + load<F>(y + d) * weight);
     }
-    char* out = a.out.at(b, h * a.G + j % a.G, j / a.G);
+    float scale = 1 / total;
     with_kind(a.v_kind, [&](auto kind) {
-      for (int64_t d = 0; d < a.D; d++) {
-        float x = row[decltype(kind)::place(d)] / total;
-        if (a.q_kind == kFloat32) save(out + d * 4, x);
-        else save(out + d * 2, to_bfloat16(x));
-      }
+      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[decltype(kind)::place(d)] * scale;
     });
+    convert_row(ordered, a.q_kind, a.out.d, a.D, a.out.at(b, h * a.G + j % a.G, j / a.G));
   }
 }
 
-void store_row(const float* x, Kind kind, float scale, int64_t stride, int64_t D, char* out) {
-  for (int64_t d = 0; d < D; d++) {
-    if (kind == kFloat32) save(out + d * stride, x[d]);
-    if (kind == kBFloat16) save(out + d * stride, to_bfloat16(x[d]));
-  }
-  if (kind != kInt8) return;
+void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {
   const float shift = 12582912.f;  // rounds to integers, half to even
-  int8_t* bytes = (int8_t*)out;
+  int8_t rounded[kMaxHeadDim];
   for (int64_t d = 0; d < D; d++) {
     float v = (x[d] / scale + shift) - shift;
     v = v < -127 ? -127 : v;
     v = v > 127 ? 127 : v;
-    bytes[d] = (int8_t)(int32_t)v;
+    rounded[d] = (int8_t)(int32_t)v;
   }
+  if (stride == 1) memcpy(out, rounded, D);
+  else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded[d];
 }
 
 // The quantizer of kv_cache.py, bit for bit.
@@ -522,16 +527,16 @@ void store(const Store& a, int64_t first_row, int64_t last_row) {
       }
     }
     for (int64_t h = 0; h < a.H; h++) {
-      float scale = 1;
+      char* out = a.values.at(b, h, slot);
       load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
-      if (a.kind == kInt8) {
-        if (a.per_head) most = largest_magnitude(row, a.D);
-        scale = most / 127;
-        uint16_t bits = to_bfloat16(scale > 1e-8f ? scale : 1e-8f);
-        scale = from_bfloat16(bits);
-        if (h == 0 || a.per_head) save(a.scales.at(b, h, slot), bits);
+      if (a.kind != kInt8) {
+        convert_row(row, a.kind, a.values.d, a.D, out);
+        continue;
       }
-      store_row(row, a.kind, scale, a.values.d, a.D, a.values.at(b, h, slot));
+      if (a.per_head) most = largest_magnitude(row, a.D);
+      uint16_t scale = to_bfloat16(most / 127 > 1e-8f ? most / 127 : 1e-8f);
+      if (h == 0 || a.per_head) save(a.scales.at(b, h, slot), scale);
+      store_int8(row, from_bfloat16(scale), a.values.d, a.D, out);
     }
   }
 }

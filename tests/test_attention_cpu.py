@@ -1,0 +1,197 @@
+"""The C++ attention against the plain path: same bits stored, same outputs to rounding, poison never read."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import attention_cpu
+from attention_cpu import CpuKVCache
+from kv_cache import CacheSpec, KVCache, attend_blocks
+
+SERVED_LAYOUTS = ("bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd")
+BUFFERS = ("k_values", "k_scales", "v_values", "v_scales")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extension():
+    reason = attention_cpu.load()
+    if reason:
+        pytest.skip(reason)
+
+
+def poison(cache: KVCache) -> None:
+    """Fill every slot with what must never matter."""
+    for buffer in (getattr(cache, name) for name in BUFFERS):
+        if buffer is not None:
+            buffer.fill_(float("nan") if buffer.is_floating_point() else -128)
+
+
+def pair(spec: CacheSpec, batch: int, heads: int, slots: int, dim: int,
+         level: int = 2) -> tuple[CpuKVCache, KVCache]:
+    """A C++ cache and a plain one of the same kind, both poisoned."""
+    caches = CpuKVCache(spec, batch, heads, slots, dim), KVCache(spec, batch, heads, slots, dim)
+    caches[0].level = level
+    for cache in caches:
+        poison(cache)
+    return caches
+
+
+def fill(caches: tuple[KVCache, ...], start: list[int], tokens: int, seed: int = 0) -> torch.Tensor:
+    """Write start[b] + tokens random tokens into each row b; returns start as a tensor."""
+    batch, heads, _, dim = caches[0].k_values.shape
+    generator, dtype = torch.Generator().manual_seed(seed), caches[0].spec.dtype
+    k, v = (torch.randn(batch, heads, max(start) + tokens, dim, generator=generator) for _ in range(2))
+    k[:, :, :2] *= 8  # the first tokens of real models hold outliers
+    for cache in caches:
+        cache.write(torch.zeros(batch, dtype=torch.long), k.to(dtype), v.to(dtype))
+        for row, first in enumerate(start):  # what a shorter row does not have is poison again
+            for buffer in (getattr(cache, name) for name in BUFFERS):
+                if buffer is not None:
+                    buffer[row, :, first + tokens:] = float("nan") if buffer.is_floating_point() else -128
+    return torch.tensor(start)
+
+
+def assert_near(y: torch.Tensor, exact: torch.Tensor) -> None:
+    """Equal to within the rounding of y's dtype (bfloat16), or of the 16-bit integers inside (float32)."""
+    rtol, atol = (2 ** -8, 2 ** -10) if y.dtype == torch.bfloat16 else (1e-4, 3e-4)
+    torch.testing.assert_close(y.float(), exact, rtol=rtol, atol=atol * exact.abs().max().item())
+
+
+def check(spec: CacheSpec, heads: int, group: int, dim: int, start: list[int], tokens: int,
+          level: int) -> None:
+    caches = pair(spec, len(start), heads, max(start) + tokens + 7, dim, level)
+    position = fill(caches, start, tokens)
+    q = torch.randn(len(start), heads * group, tokens, dim).to(spec.dtype)
+    y = caches[0].attend(q, position)
+    plain = caches[1]
+    exact = attend_blocks(q.float(), position, plain.k_values, plain.k_scales, plain.v_values, plain.v_scales)
+    assert y.dtype == q.dtype and y.shape == q.shape
+    assert_near(y, exact)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_kernel_is_plain_path(data):
+    bits = st.sampled_from((8, 8, 16))
+    layout = st.sampled_from(SERVED_LAYOUTS)
+    axis, dtype = st.sampled_from(("d", "hd")), st.sampled_from((torch.bfloat16, torch.float32))
+    spec = CacheSpec(*map(data.draw, (bits, bits, axis, layout, layout, dtype)))
+    start = data.draw(st.lists(st.integers(0, 700), min_size=1, max_size=3))
+    heads, group, dim = st.integers(1, 4), st.integers(1, 9), st.sampled_from(range(16, 129, 16))
+    tokens, level = st.sampled_from((1, 1, 2, 3, 7, 32)), st.sampled_from((0, 1, 2))
+    check(spec, *map(data.draw, (heads, group, dim)), start, *map(data.draw, (tokens, level)))
+
+
+@pytest.mark.parametrize("level", (0, 1, 2))
+@pytest.mark.parametrize("bits", (8, 16))
+def test_edges_of_tiles_and_parts(level, bits):
+    for filled in (1, 7, 8, 9, 255, 256, 257, 4096, 4097, 5000):
+        check(CacheSpec(bits, bits), 1, 3, 64, [filled - 1], 1, level)
+    check(CacheSpec(bits, bits, dtype=torch.float32), 2, 2, 512, [300], 1, level)
+
+
+@pytest.mark.parametrize("level", (0, 2))
+@pytest.mark.parametrize("axis", ("d", "hd"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("bits", ((8, 16), (16, 8)))
+def test_write_is_plain_quantizer_bit_for_bit(level, axis, dtype, bits):
+    spec = CacheSpec(*bits, axis, "sbhd", "bhds", dtype)
+    caches = pair(spec, 2, 3, 400, 48, level)
+    x = torch.randn(2, 300, 3, 48).transpose(1, 2)  # the strides of a fused projection
+    x[0, 1, 5] = 0
+    x[:, :, 7] = x[:, :, 7].sign() * torch.linspace(0, 127, 48) * 2 ** -7  # ties: round half to even
+    x[1, 2] *= 1e-12
+    x[1, 0] *= 1e6
+    for cache in caches:
+        cache.write(torch.tensor([0, 99]), x.to(dtype), x.to(dtype))
+    for name in BUFFERS:
+        ours, plain = (getattr(cache, name) for cache in caches)
+        assert plain is None or torch.equal(ours.nan_to_num(7.0), plain.nan_to_num(7.0)), name
+
+
+def test_any_strides_of_input():
+    caches = pair(CacheSpec(8, 8), 2, 2, 64, 32)
+    position = fill(caches, [3, 40], 2)
+    q = torch.randn(2, 32, 2, 4).permute(0, 3, 2, 1).to(torch.bfloat16)  # [2, 4, 2, 32], D stride is not 1
+    assert q.stride(3) != 1
+    assert torch.equal(caches[0].attend(q, position), caches[0].attend(q.contiguous(), position))
+
+
+def test_largest_integers_do_not_overflow():
+    for level in (0, 2):
+        cache, plain = pair(CacheSpec(8, 8, dtype=torch.float32), 1, 1, 600, 512, level)
+        ones = torch.ones(1, 1, 600, 512)
+        for c in (cache, plain):
+            c.write(torch.tensor([0]), ones, -ones)
+        q = torch.full((1, 1, 1, 512), 3.0)
+        y = cache.attend(q, torch.tensor([599]))
+        torch.testing.assert_close(y, -torch.ones(1, 1, 1, 512), rtol=2e-3, atol=0)
+
+
+def test_what_is_not_served_takes_the_plain_path():
+    many = attention_cpu.MAX_TOKENS + 1
+    for spec, tokens in ((CacheSpec(8, 8, "d", "bhds", "bhsd"), 1), (CacheSpec(8, 8), many)):
+        caches = pair(spec, 1, 2, 200, 32)
+        position = fill(caches, [100], tokens)
+        q = torch.randn(1, 4, tokens, 32, dtype=torch.bfloat16)
+        ours, plain = (cache.attend(q, position) for cache in caches)
+        assert torch.equal(ours, plain)
+
+
+def test_tokens_past_the_cache_are_refused():
+    cache, _ = pair(CacheSpec(8, 8), 1, 1, 16, 32)
+    k = torch.zeros(1, 1, 1, 32)
+    for start in (-1, 16):
+        with pytest.raises(RuntimeError, match="do not fit in a cache of 16 slots"):
+            cache.write(torch.tensor([start]), k, k)
+
+
+def test_threads_do_not_change_the_result():
+    before = torch.get_num_threads()
+    caches = pair(CacheSpec(8, 16), 2, 3, 6000, 64)
+    position = fill(caches, [5990, 1000], 1)
+    q = torch.randn(2, 9, 1, 64, dtype=torch.bfloat16)
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(caches[0].attend(q, position))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+class Layer(nn.Module):
+    """Write, then attend, as a model's attention does it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.unflatten(-1, (-1, 32)).transpose(1, 2).split((4, 2, 2), dim=1)  # [B, heads, T, D]
+        self.cache.write(start, k, v)
+        return self.cache.attend(q * 1.5, start).transpose(1, 2).flatten(2)
+
+
+def test_compiled_is_eager_and_one_graph_serves_all_positions():
+    torch._dynamo.reset()
+    layers = [Layer(cache) for _ in range(2) for cache in pair(CacheSpec(8, 8), 2, 2, 64, 32)[:1]]
+    compiled = torch.compile(layers[0], fullgraph=True)
+    with torch.inference_mode():
+        for t in range(20):
+            x, start = torch.randn(2, 1, 256, dtype=torch.bfloat16), torch.tensor([t, 2 * t])
+            with torch.compiler.set_stance("fail_on_recompile" if t else "default"):
+                ours = compiled(x, start)
+            torch.testing.assert_close(ours, layers[1](x, start), rtol=2 ** -7, atol=2 ** -7)
+    for name in BUFFERS:
+        a, b = (getattr(layer.cache, name).nan_to_num(7.0) for layer in layers)
+        assert torch.equal(a, b), name
+
+
+def test_without_a_compiler_the_reason_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = attention_cpu.load.__wrapped__()
+    assert "no-such-compiler" in reason and "plain PyTorch path" in reason and "\n" not in reason

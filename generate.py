@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import backends
 import report
 from inference import Engine, Timing, check_limits, make_sampler
+from kv_cache import KVCache
 from load import load_checkpoint, random_model
 from model import ModelConfig
 from options import (
@@ -125,9 +127,9 @@ def encode_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Toke
 
 
 def progress(what: str, least: int) -> "callable":
-    """A tqdm over iterables of more than `least` items, on stderr."""
+    """A tqdm over iterables of more than `least` items, on stderr where that is a terminal."""
     def wrap(items: Iterable) -> Iterable:
-        return tqdm(items, desc=what, leave=False, disable=len(items) <= least)
+        return tqdm(items, desc=what, leave=False, disable=None if len(items) > least else True)
     return wrap
 
 
@@ -138,8 +140,13 @@ def build_engine(job: Job) -> tuple[Engine, dict[str, float]]:
     spec, began = cache_spec(args), time.perf_counter()
     options = (job.config, job.device, PRECISIONS[args.precision], args.quantization, progress("load", 0))
     model = random_model(*options) if args.random_weights else load_checkpoint(args.checkpoint_path, *options)
+    cache_class = KVCache
+    if args.attention == "auto":
+        cache_class, *reasons = backends.fastest_cache(job.device)
+        reasons.append(backends.use_fastest_linears(model))
+        print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
     engine = Engine(model, spec, job.cache_size, args.causal_mask, sampler, prefill_chunk=args.prefill_chunk,
-                    compile=args.compile, compile_prefill=args.compile_prefill)
+                    cache_class=cache_class, compile=args.compile, compile_prefill=args.compile_prefill)
     load_s = time.perf_counter() - began
     return engine, {"load_s": load_s, "compile_s": engine.warm_up()}
 

@@ -1,4 +1,4 @@
-"""The command-line flags that several scripts share, and what they mean as objects.  Each default lives here."""
+"""The command-line flags that several scripts share, and what they mean.  Each default lives here."""
 import argparse
 from pathlib import Path
 
@@ -50,6 +50,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
                        "are slow references (default %(default)s)")
     group.add_argument("--linear_causal_mask", action="store_const", const="linear", dest="causal_mask",
                        help="the same as --causal_mask linear")
+    group.add_argument("--attention", choices=("auto", "plain"), default="auto",
+                       help="auto: this device's fastest kernels; plain: PyTorch (default %(default)s)")
     group.add_argument("--prefill_chunk", type=int, default=512, metavar="TOKENS",
                        help="tokens of a prompt computed at a time (default %(default)s)")
 

@@ -1,11 +1,13 @@
-"""C++ extensions for the CPU: compiled once by the system's own compiler, kept under ~/.cache/gpt-long.
+"""What the CPU's fast paths share: C++ extensions, compiled once and kept under ~/.cache/gpt-long; memory.
 
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
+    HugePages().place(tensor)               a copy of the tensor in pages of 2 MB
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
 sets without one of them leaking into the others.  Needs torch only.
 """
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -94,3 +97,36 @@ def build_and_load(name: str, units: Sequence[Unit], headers: Sequence[str] = ()
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         return f"{name} could not be built: " + " ".join(str(getattr(error, "stderr", None) or error).split())
     return ""
+
+
+class HugePages:
+    """Memory for tensors that are read over and over, in 2 MB pages where Linux has them: reading is a
+    quarter faster than in 4 kB ones.  Handed out in order; freed when every tensor of a block is gone."""
+    block = 1 << 28  # bytes asked for at a time; what is not used is never touched and takes no memory
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes], aligned to 64 bytes, contents undefined."""
+        if len(self._free) < nbytes:
+            self._free = _new_block(max(nbytes, self.block))
+        taken, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64:]
+        return taken
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, contiguous."""
+        new = self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return new.copy_(tensor)
+
+
+def _new_block(nbytes: int) -> Tensor:
+    """uint8 [nbytes], fresh from the system."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without them: ordinary pages
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpu_extension import X86, Unit, build_and_load
+from cpu_extension import X86, HugePages, Unit, build_and_load
 from quantize import Int4Linear, Int8Linear, _pair, _quantize_rows, _slabs
 
 PANEL = 8  # outputs that the kernels compute side by side
-UNITS = (Unit("avx2", "linear_cpu_kernels.cpp", ("-O3", "-mavx2", "-mfma", "-mtune=znver3")),
+UNITS = (Unit("avx2", "linear_cpu_kernels.cpp", ("-O3", "-mavx2", "-mfma")),
          Unit("operators", "linear_cpu.cpp", ("-O1",), torch=True))
 
 
@@ -96,9 +96,10 @@ class CpuInt4Linear(Int4Linear):
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.float() if x.dtype == torch.float16 else x
-        y = torch.ops.gpt_long_cpu_linear.int4_mm(rows, self.weight, self.scales_and_zeros, self.group,
-                                                  self.n_outputs).to(x.dtype)
+        if x.dtype == torch.float16:
+            return self(x.float()).half()
+        both, multiply = self.scales_and_zeros, torch.ops.gpt_long_cpu_linear.int4_mm
+        y = multiply(x, self.weight, both, self.group, self.n_outputs)
         return y if self.bias is None else y + self.bias
 
 
@@ -112,31 +113,37 @@ class CpuInt8Linear(Int8Linear):
         self.n_outputs = N
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            return self(x.float()).half()
         rows, step = _quantize_rows(x) if self.dynamic else (x, None)
-        rows = rows.float() if rows.dtype == torch.float16 else rows
         y = torch.ops.gpt_long_cpu_linear.int8_mm(rows, self.weight, self.scales, self.n_outputs)
-        y = (y if step is None else y.float() * step).to(x.dtype)
+        y = y if step is None else (y.float() * step).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
-def _converted(layer: nn.Module) -> nn.Module:
-    """The layer over panels that does the same, or the layer itself when there is none."""
+def _converted(layer: nn.Module) -> nn.Module | None:
+    """The layer over panels that does the same, or None when there is none."""
     if type(layer) is Int4Linear and layer.weight.device.type == "cpu":
         return CpuInt4Linear.from_layer(layer)
     if type(layer) is Int8Linear and layer.weight.device.type == "cpu" and layer.weight.shape[1] % 8 == 0:
         return CpuInt8Linear(layer.weight, layer.scales, layer.bias, layer.dynamic)
-    return layer
+    return None
 
 
 def use_cpu_kernels(model: nn.Module) -> str:
-    """Replace the quantized linear layers of `model`, one by one.  "" when done, else why PyTorch's stay."""
+    """Replace the quantized linear layers of `model`, one by one.  "" when done, else why PyTorch's stay.
+
+    The weights move into large pages, one layer behind the other.
+    """
     if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return "with AVX-512 PyTorch's own kernels for quantized linear layers are the fast ones"
     if reason := load():
         return reason
+    memory = HugePages()
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            new = _converted(child)
-            if new is not child:
+            if new := _converted(child):
+                for buffer, tensor in new.named_buffers():
+                    setattr(new, buffer, memory.place(tensor))
                 setattr(parent, name, new)
     return ""

@@ -7,7 +7,8 @@
                  plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
-out with kv_cache.py, cpu_extension.py, attention_cpu.h, attention_cpu.cpp and attention_cpu_kernels.cpp.
+out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp and
+attention_cpu_vector.h.
 """
 import functools
 
@@ -48,7 +49,8 @@ def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | 
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
-    if reason := build_and_load("attention_cpu", _units(), headers=("attention_cpu.h",)):
+    headers = ("attention_cpu.h", "attention_cpu_vector.h")
+    if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)
     torch.library.register_fake("gpt_long_cpu::attend", _attend_fake)
@@ -68,15 +70,15 @@ class CpuKVCache(KVCache):
         return (x.device.type == "cpu" and x.shape[3] % 16 == 0 and x.shape[3] <= MAX_HEAD_DIM
                 and x.dtype in stored[1:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
-    def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
+    def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not self._serves(k):
-            return super().write(start, k, v)
+            return super()._store(start, k, v)
         torch.ops.gpt_long_cpu.write(start, k, v, self.k_values, self.k_scales, self.v_values, self.v_scales,
                                      self.level)
 
-    def attend(self, q: Tensor, start: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, start: Tensor) -> Tensor:
         rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
         if not (rows_whole and q.shape[2] <= MAX_TOKENS and self.causal_mask == "none" and self._serves(q)):
-            return super().attend(q, start)
+            return super()._attend(q, start)
         return torch.ops.gpt_long_cpu.attend(q, start, self.k_values, self.k_scales, self.v_values,
                                              self.v_scales, self.level)

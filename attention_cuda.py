@@ -431,15 +431,16 @@ class TritonKVCache(KVCache):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.has_kernels = available(self.k_values.device) is None
+        packed = 4 in (self.spec.k_bits, self.spec.v_bits)
+        self.has_kernels = available(self.k_values.device) is None and not packed
         self.is_d_contiguous = self.k_values.stride(-1) == self.v_values.stride(-1) == 1
 
-    def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
+    def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not (self.has_kernels and self.is_d_contiguous):
-            return super().write(start, k, v)
+            return super()._store(start, k, v)
         triton_write(self.k_values, self.k_scales, self.v_values, self.v_scales, start, k, v)
 
-    def attend(self, q: Tensor, start: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, start: Tensor) -> Tensor:
         cached = (self.k_values, self.k_scales, self.v_values, self.v_scales)
         if self.has_kernels and self.causal_mask == "none":
             is_short = q.shape[1] // self.k_values.shape[1] * q.shape[2] <= MAX_DECODE_ROWS
@@ -447,4 +448,4 @@ class TritonKVCache(KVCache):
                 return triton_decode(q, start, *cached)
             if not is_short and (q.dtype != torch.float32 or q.device.type == "cpu"):
                 return flash_prefill(q, start, *cached)  # on CUDA flash attention takes 16-bit types only
-        return super().attend(q, start)
+        return super()._attend(q, start)

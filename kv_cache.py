@@ -25,6 +25,13 @@ AXES = {"d": "d", "hd": "hd", "dkv": "d", "heads_and_dkv": "hd"}  # MaxText's na
 SCALE_DTYPE = torch.bfloat16
 SCALE_EPS = 1e-8  # keeps an all-zero row's scale above zero
 BLOCK_SLOTS = 1024  # slots that plain attention holds in floating point at a time
+KINDS = {None: "16,16", "none": "16,16", "int8": "8,8", "int4": "4,4", "k8v4": "8,4"}
+
+# 4 bits: the levels that cost a Gaussian least squared error (Lloyd-Max: Max 1960, IRE Trans. IT-6), as int8.
+LEVELS = (-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127)
+SIGMA = 127 / 2.7326  # one standard deviation of that Gaussian, in levels
+SCALE_TRIALS = (0.85, 0.92, 1.0, 1.08, 1.16)  # shares of the root mean square from which a scale is fitted
+STRONG = 8  # coordinates of a 4-bit vector that keep 8 bits
 
 
 def parse_layout(text: str) -> str:
@@ -37,9 +44,11 @@ def parse_layout(text: str) -> str:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache stores.  Bits of K and V: 16 (as `dtype`) or 8 (integers with scales of 2 bytes).
+    """What a cache stores.  Bits of K and V: 16 (as `dtype`), 8 (integers with a scale of 2 bytes), or 4
+    (the same in a rotated basis, whose first k_strong or v_strong coordinates keep 8 bits).
 
-    axis: what one scale spans, `d` (a token of one head) or `hd` (a token of all heads).
+    axis: what one scale spans, `d` (a token of one head) or `hd` (a token of all heads; not at 4 bits, where
+    every head has a basis of its own).
     """
     k_bits: int = 16
     v_bits: int = 16
@@ -47,34 +56,49 @@ class CacheSpec:
     k_layout: str = "bhsd"
     v_layout: str = "bhsd"
     dtype: torch.dtype = torch.bfloat16
+    k_strong: int = STRONG
+    v_strong: int = STRONG
 
     def __post_init__(self) -> None:
         for name, bits in (("K", self.k_bits), ("V", self.v_bits)):
-            if bits not in (16, 8):
-                raise ValueError(f"{name} of {bits} bits is not supported; supported: 16, 8")
+            if bits not in (16, 8, 4):
+                raise ValueError(f"{name} of {bits} bits is not supported; supported: 16, 8, 4")
         if self.axis not in AXES:
             raise ValueError(f"scale axis {self.axis!r} is not supported; supported: {', '.join(AXES)}")
         object.__setattr__(self, "axis", AXES[self.axis])
+        if self.axis == "hd" and 4 in (self.k_bits, self.v_bits):
+            raise ValueError("scale axis hd is not legal at 4 bits; give d, or 8 bits")
+        for strong in (self.k_strong, self.v_strong):
+            if strong < 0 or strong % 2:
+                raise ValueError(f"{strong} strong coordinates: give an even number (0, 8, 16)")
         object.__setattr__(self, "k_layout", parse_layout(self.k_layout))
         object.__setattr__(self, "v_layout", parse_layout(self.v_layout))
 
     @classmethod
     def parse(cls, kind: str | None = None, axis: str = "d", layout: str = "bhsd",
-              dtype: torch.dtype = torch.bfloat16) -> "CacheSpec":
-        """From command-line words.  kind: None, "int8", or "K,V" bits; layout: one for both, or "K,V"."""
-        names = {None: "16,16", "none": "16,16", "int8": "8,8"}
-        bits = names.get(kind, kind).split(",")
+              dtype: torch.dtype = torch.bfloat16, strong: str = f"{STRONG},{STRONG}") -> "CacheSpec":
+        """From command-line words.  kind: one of KINDS, or "K,V" bits; layout: one for both, or "K,V";
+        strong: "K,V" coordinates of 8 bits."""
+        bits = KINDS.get(kind, kind).split(",")
         if len(bits) != 2 or not all(b.strip().isdigit() for b in bits):
-            raise ValueError(f"kv cache quantization {kind!r} is not known; known: int8, or bits K,V (8,16)")
+            raise ValueError(f"kv cache quantization {kind!r} is not known; known: int8, int4, k8v4, or bits "
+                             "of K,V such as 16,8")
         layouts = layout.split(",")
         if len(layouts) > 2:
             raise ValueError(f"cache layout {layout!r}: give one order, or two as K,V")
-        return cls(int(bits[0]), int(bits[1]), axis, layouts[0], layouts[-1], dtype)
+        counts = strong.split(",")
+        if len(counts) != 2 or not all(n.strip().isdigit() for n in counts):
+            raise ValueError(f"strong coordinates {strong!r}: give two numbers as K,V (such as 8,8)")
+        return cls(int(bits[0]), int(bits[1]), axis, layouts[0], layouts[-1], dtype, *map(int, counts))
+
+    def row_bytes(self, bits: int, strong: int, D: int) -> int:
+        """Bytes of one stored vector, its scale apart."""
+        return {16: D * self.dtype.itemsize, 8: D, 4: (D + strong) // 2}[bits]
 
     def value_bytes(self, B: int, H: int, S: int, D: int) -> int:
         """Bytes of the stored K and V values of one layer."""
-        per_value = sum(self.dtype.itemsize if bits == 16 else 1 for bits in (self.k_bits, self.v_bits))
-        return B * H * S * D * per_value
+        rows = self.row_bytes(self.k_bits, self.k_strong, D) + self.row_bytes(self.v_bits, self.v_strong, D)
+        return B * H * S * rows
 
     def scale_bytes(self, B: int, H: int, S: int, D: int) -> int:
         """Bytes of the scales of one layer."""
@@ -99,9 +123,61 @@ def quantize(x: Tensor, axis: str) -> tuple[Tensor, Tensor]:
     return values, scale.squeeze(-1)
 
 
-def dequantize(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that a cache holds, [B, H, S, D] in `dtype`.  For the reference path and for tests only."""
-    return values.to(dtype) if scales is None else (values.float() * scales[..., None].float()).to(dtype)
+def quantize4(x: Tensor, strong: int) -> tuple[Tensor, Tensor]:
+    """4-bit x [..., D], already in its basis: uint8 [..., (D + strong) / 2] and scales bfloat16 [...].
+
+    A row of bytes: `strong` coordinates as int8, then the others as indices to LEVELS, the first half of them
+    in the low nibbles and the second half in the high ones.  Both kinds times the scale are values.  The scale
+    is the best, by squared error, of least-squares fits from SCALE_TRIALS, and wide enough for the strong.
+    """
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)
+    edges = (levels[1:] + levels[:-1]) / 2
+    top, rest = x.float().split([strong, x.shape[-1] - strong], dim=-1)
+    rms = rest.square().mean(-1, keepdim=True).sqrt().clamp_min(SCALE_EPS) / SIGMA
+    best = scale = torch.zeros_like(rms)
+    for trial in SCALE_TRIALS:
+        fit = levels[torch.bucketize(rest / (rms * trial), edges)]
+        along, norm = (rest * fit).sum(-1, keepdim=True), fit.square().sum(-1, keepdim=True)
+        gain = along * along / norm  # |rest|^2 less the squared error at scale along / norm
+        scale, best = torch.where(gain > best, along / norm, scale), torch.maximum(gain, best)
+    if strong:
+        scale = torch.maximum(scale, top.abs().amax(-1, keepdim=True) / 127)
+    scale = scale.clamp_min(SCALE_EPS).to(SCALE_DTYPE)
+    nibbles = torch.bucketize(rest / scale.float(), edges).to(torch.uint8)
+    low, high = nibbles.chunk(2, dim=-1)
+    top = (top / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([top.view(torch.uint8), low | high << 4], dim=-1), scale.squeeze(-1)
+
+
+def integers(values: Tensor, D: int) -> Tensor:
+    """Stored values as numbers that only lack their scale: 4-bit rows become int8 [..., D], others stay."""
+    if values.dtype != torch.uint8:
+        return values
+    strong = 2 * values.shape[-1] - D
+    top, pairs = values.split([strong, values.shape[-1] - strong], dim=-1)
+    levels = torch.tensor(LEVELS, dtype=torch.int8, device=values.device)
+    nibbles = torch.cat([pairs & 15, pairs >> 4], dim=-1)
+    return torch.cat([top.contiguous().view(torch.int8), levels[nibbles.int()]], dim=-1)
+
+
+def dequantize(values: Tensor, scales: Tensor | None, dtype: torch.dtype, D: int | None = None) -> Tensor:
+    """What a cache holds as numbers [B, H, S, D] of `dtype` (4 bits need D).  For reference and tests only."""
+    numbers = integers(values, D or values.shape[-1])
+    return numbers.to(dtype) if scales is None else (numbers.float() * scales[..., None].float()).to(dtype)
+
+
+def mixing(n: int) -> Tensor:
+    """An orthogonal matrix [n, n], float64, with entries of about equal size, which turns outliers into small
+    changes everywhere: Hadamard's where n is a power of two, else a cosine transform with random signs."""
+    if n & (n - 1) == 0:
+        h = torch.ones(1, 1, dtype=torch.float64)
+        while len(h) < n:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+        return h * n ** -0.5
+    i = torch.arange(n, dtype=torch.float64)
+    cosines = torch.cos(torch.pi / n * (i + 0.5) * i[:, None]) * (2 / n) ** 0.5
+    cosines[0] *= 0.5 ** 0.5
+    return cosines * (torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0)) * 2 - 1)
 
 
 def at_position(position: int, batch: int, device: torch.device | str | None = None) -> Tensor:
@@ -150,7 +226,7 @@ def attend_blocks(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor |
     y = torch.zeros(rows.shape, device=q.device)
     for lo in range(0, filled, block):
         hi = min(lo + block, filled)
-        k, v = (x[:, :, lo:hi].to(rows.dtype) for x in (k_values, v_values))  # [B, H, n, D]
+        k, v = (integers(x[:, :, lo:hi], D).to(rows.dtype) for x in (k_values, v_values))  # [B, H, n, D]
         scores = (rows @ k.transpose(-1, -2)).float().mul_(D ** -0.5)  # [B, H, G*T, n]
         if k_scales is not None:
             scores *= k_scales[:, :, None, lo:hi]
@@ -173,6 +249,22 @@ def attend_blocks(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor |
     return y.div_(total).to(q.dtype).reshape(B, Hq, T, D)
 
 
+def default_basis(D: int, strong: int) -> tuple[Tensor, Tensor]:
+    """A rotation and its transposed inverse, float32 [D, D], with room for the strong coordinates' peaks."""
+    into, back = mixing(D), mixing(D)
+    room = 127 / SIGMA / 4  # 127 is four standard deviations of a strong coordinate
+    into[:, :strong] *= room
+    back[:, :strong] /= room
+    return into.float(), back.float()
+
+
+def per_group(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [B, Hq, T, D] times the matrix [H, D, D] of its key/value head, in float32; x's dtype back."""
+    B, Hq, T, D = x.shape
+    y = x.float().reshape(B, len(matrix), -1, D) @ matrix
+    return y.reshape(B, Hq, T, D).to(x.dtype)
+
+
 @torch.library.custom_op("gpt_long::attend", mutates_args=())
 def _attend_op(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
                v_scales: Tensor | None) -> Tensor:
@@ -186,28 +278,48 @@ def _(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_val
 
 
 class KVCache(nn.Module):
-    """K and V of one layer.  `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is;
-    `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits."""
+    """K and V of one layer.
+
+    `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is; at 4 bits uint8, a row of bytes
+    as quantize4 makes it.  `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits.
+    At 4 bits k_in, q_in [H, D, D] take keys and queries to the stored basis (q . k stays what it was), v_in
+    takes values there and v_out takes the result back; None where no basis is needed.  They start as
+    rotations that suit any model; kv_calibrate.py makes better ones.
+    """
 
     def __init__(self, spec: CacheSpec, batch: int, n_kv_heads: int, length: int, head_dim: int,
                  device: torch.device | str = "cpu", causal_mask: str = "none",
                  mask_table: Tensor | None = None) -> None:
         super().__init__()
-        self.spec, self.causal_mask = spec, causal_mask
-        sizes = {"b": batch, "h": n_kv_heads, "s": length, "d": head_dim}
-        for name, bits, layout in (("k", spec.k_bits, spec.k_layout), ("v", spec.v_bits, spec.v_layout)):
-            dtype = torch.int8 if bits == 8 else spec.dtype
-            values = torch.zeros([sizes[axis] for axis in layout], dtype=dtype, device=device)
-            self.register_buffer(f"{name}_values", values.permute([layout.index(axis) for axis in "bhsd"]),
-                                 persistent=False)
-            scales = None
-            if bits == 8:
-                scale_sizes = sizes | ({"h": 1} if spec.axis == "hd" else {})
-                order = layout.replace("d", "")
-                scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
-                scales = scales.permute([order.index(axis) for axis in "bhs"])
-            self.register_buffer(f"{name}_scales", scales, persistent=False)
+        self.spec, self.causal_mask, self.head_dim = spec, causal_mask, head_dim
+        sizes = {"b": batch, "h": n_kv_heads, "s": length}
+        self._allocate("k", spec.k_bits, spec.k_strong, spec.k_layout, sizes, device)
+        self._allocate("v", spec.v_bits, spec.v_strong, spec.v_layout, sizes, device)
         self.register_buffer("mask_table", mask_table, persistent=False)
+
+    def _allocate(self, name: str, bits: int, strong: int, layout: str, sizes: dict[str, int],
+                  device: torch.device | str) -> None:
+        """Zeros for the values, scales and bases of K or V."""
+        spec, D = self.spec, self.head_dim
+        dtype = {16: spec.dtype, 8: torch.int8, 4: torch.uint8}[bits]
+        sizes = sizes | {"d": spec.row_bytes(bits, strong, D) // dtype.itemsize}
+        values = torch.zeros([sizes[axis] for axis in layout], dtype=dtype, device=device)
+        values = values.permute([layout.index(axis) for axis in "bhsd"])
+        self.register_buffer(f"{name}_values", values, persistent=False)
+        scales = into = back = None
+        if bits != 16:
+            scale_sizes = sizes | ({"h": 1} if spec.axis == "hd" else {})
+            order = layout.replace("d", "")
+            scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
+            scales = scales.permute([order.index(axis) for axis in "bhs"])
+        if bits == 4:
+            into, back = (m.to(device).expand(sizes["h"], -1, -1) for m in default_basis(D, strong))
+        self.register_buffer(f"{name}_scales", scales, persistent=False)
+        self.register_buffer(f"{name}_in", into, persistent=False)
+        if name == "k":
+            self.register_buffer("q_in", back, persistent=False)
+        else:
+            self.register_buffer("v_out", None if back is None else back.mT.contiguous(), persistent=False)
 
     @property
     def nbytes(self) -> int:
@@ -217,17 +329,29 @@ class KVCache(nn.Module):
 
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, H, T, D] at slots start[b] .. start[b]+T-1, quantized once and for good."""
+        self._store(start, k if self.k_in is None else k.float() @ self.k_in,
+                    v if self.v_in is None else v.float() @ self.v_in)
+
+    def attend(self, q: Tensor, start: Tensor) -> Tensor:
+        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, written before; its shape back."""
+        y = self._attend(q if self.q_in is None else per_group(q, self.q_in), start)
+        return y if self.v_out is None else per_group(y, self.v_out)
+
+    def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:
+        """`write` of what is in the stored basis.  A kernel overrides this one and _attend."""
         B, _, T, _ = k.shape
         slots = start[:, None] + torch.arange(T, device=start.device)  # [B, T]
         where = (torch.arange(B, device=start.device)[:, None], slots)
         for x, values, scales in ((k, self.k_values, self.k_scales), (v, self.v_values, self.v_scales)):
             if scales is not None:
-                x, scale = quantize(x, self.spec.axis)
+                packed = values.dtype == torch.uint8
+                x, scale = (quantize4(x, 2 * values.shape[-1] - self.head_dim) if packed
+                            else quantize(x, self.spec.axis))
                 scales.transpose(1, 2).index_put_(where, scale.transpose(1, 2))
             values.transpose(1, 2).index_put_(where, x.transpose(1, 2).to(values.dtype))
 
-    def attend(self, q: Tensor, start: Tensor) -> Tensor:
-        """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, written before; its shape back."""
+    def _attend(self, q: Tensor, start: Tensor) -> Tensor:
+        """`attend` in the stored basis."""
         if self.causal_mask != "none":
             return self._attend_masked(q, start)
         cached = (self.k_values, self.k_scales, self.v_values, self.v_scales)
@@ -243,7 +367,7 @@ class KVCache(nn.Module):
         else:
             mask = torch.arange(S, device=q.device) <= positions[:, :, None]
         group = q.shape[1] // self.k_values.shape[1]
-        k, v = (dequantize(x, s, q.dtype).repeat_interleave(group, dim=1)
+        k, v = (dequantize(x, s, q.dtype, self.head_dim).repeat_interleave(group, dim=1)
                 for x, s in ((self.k_values, self.k_scales), (self.v_values, self.v_scales)))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
 

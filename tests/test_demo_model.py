@@ -40,7 +40,8 @@ def test_greedy_tokens_are_those_of_transformers(demo, model, tokenizer):
     from transformers import AutoModelForCausalLM
     theirs = AutoModelForCausalLM.from_pretrained(demo, gguf_file=next(demo.glob("*.gguf")).name,
                                                   dtype=torch.float32).eval()
-    theirs = theirs.to(torch.bfloat16).float()  # as model.pth stores them
+    for weight in theirs.parameters():
+        weight.data = weight.data.bfloat16().float()  # as model.pth stores them
     ids = torch.tensor([tokenizer.encode(PROMPT)])
     with torch.inference_mode():
         expected = theirs.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)[0, ids.shape[1]:]

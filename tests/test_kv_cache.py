@@ -8,10 +8,24 @@ from conftest import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_cache import CacheSpec, KVCache, attach, attend_blocks, dequantize, detach, parse_layout, quantize
+from kv_cache import (
+    LEVELS,
+    CacheSpec,
+    KVCache,
+    attach,
+    attend_blocks,
+    default_basis,
+    dequantize,
+    detach,
+    integers,
+    parse_layout,
+    quantize,
+    quantize4,
+)
 
 ORDERS = ["".join(order) for order in itertools.permutations("bhsd")]
-KINDS = [None, "int8", "8,16", "16,8"]
+KINDS = [None, "int8", "8,16", "16,8", "int4", "k8v4"]
+KINDS_AND_AXES = [(kind, axis) for kind in KINDS for axis in ("d", "hd") if "4" not in (kind or "") or axis == "d"]
 
 
 def filled_cache(spec, B=2, H=2, S=40, D=16, length=30, **options):
@@ -67,16 +81,16 @@ def test_scale_that_divides_is_the_stored_one():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(KINDS), st.sampled_from(["d", "hd"]), st.integers(1, 4), st.integers(1, 3),
-       st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=3), st.sampled_from([4, 7, 64]))
-def test_attention_by_blocks_equals_the_slow_one(kind, axis, H, G, T, starts, block):
+@given(st.sampled_from(KINDS_AND_AXES), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9),
+       st.lists(st.integers(0, 20), min_size=1, max_size=3), st.sampled_from([4, 7, 64]))
+def test_attention_by_blocks_equals_the_slow_one(kind, H, G, T, starts, block):
     torch.manual_seed(2)
-    B, D, start = len(starts), 8, torch.tensor(starts)
-    cache = filled_cache(CacheSpec.parse(kind, axis, dtype=torch.float32), B, H, 32, D, 29)
+    B, D, start = len(starts), 16, torch.tensor(starts)
+    cache = filled_cache(CacheSpec.parse(*kind, dtype=torch.float32), B, H, 32, D, 29)
     q = torch.randn(B, H * G, T, D)
     cached = (cache.k_values, cache.k_scales, cache.v_values, cache.v_scales)
-    k = dequantize(cache.k_values, cache.k_scales, torch.float32)
-    v = dequantize(cache.v_values, cache.v_scales, torch.float32)
+    k = dequantize(cache.k_values, cache.k_scales, torch.float32, D)
+    v = dequantize(cache.v_values, cache.v_scales, torch.float32, D)
     expected = slow_attention(q, start, k, v)
     y = attend_blocks(q, start, *cached, block=block)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
@@ -100,7 +114,7 @@ def test_storage_order_is_the_one_asked_for():
     assert cache.v_values.permute(2, 0, 1, 3).is_contiguous()
 
 
-@pytest.mark.parametrize("kind,axis", [*itertools.product(KINDS, ["d", "hd"])])
+@pytest.mark.parametrize("kind,axis", KINDS_AND_AXES)
 def test_planned_bytes_are_measured_bytes(kind, axis):
     spec = CacheSpec.parse(kind, axis)
     assert KVCache(spec, 3, 2, 33, 16).nbytes == spec.nbytes(3, 2, 33, 16)
@@ -113,7 +127,7 @@ def test_slots_past_the_filled_length_never_matter(kind):
     for row, filled in enumerate((12, 25)):
         both = ((poisoned.k_values, poisoned.k_scales), (poisoned.v_values, poisoned.v_scales))
         for values, scales in both:
-            values[row, :, filled:] = 127 if values.dtype == torch.int8 else torch.nan
+            values[row, :, filled:] = torch.nan if values.is_floating_point() else 127
             if scales is not None:
                 scales[row, :, filled:] = torch.nan
     q, start = torch.randn(2, 4, 5, 16), torch.tensor([7, 20])
@@ -121,7 +135,8 @@ def test_slots_past_the_filled_length_never_matter(kind):
 
 
 @pytest.mark.parametrize("kind,axis,order,mask", [
-    *itertools.product([None, "int8"], ["d", "hd"], ["bhsd", "dhsb"], ["none", "linear", "full"])])
+    *itertools.product([None, "int8"], ["d", "hd"], ["bhsd", "dhsb"], ["none", "linear", "full"]),
+    *itertools.product(["int4", "k8v4"], ["d"], ["bhsd", "dhsb"], ["none", "linear"])])
 def test_chunked_is_one_shot_is_token_by_token(kind, axis, order, mask):
     model = tiny_model()
     ids = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(3))
@@ -149,10 +164,10 @@ def test_second_call_overwrites_the_first(kind):
     assert torch.equal(model(a, zero), first)
 
 
-@pytest.mark.parametrize("mask", ["none", "linear", "full"])
-def test_batch_rows_of_different_lengths_are_as_if_alone(mask):
+@pytest.mark.parametrize("kind,mask", [("int8", "none"), ("int8", "linear"), ("int8", "full"), ("int4", "none")])
+def test_batch_rows_of_different_lengths_are_as_if_alone(kind, mask):
     model = tiny_model()
-    spec = CacheSpec.parse("int8", dtype=torch.float32)
+    spec = CacheSpec.parse(kind, dtype=torch.float32)
     prompts = torch.randint(0, 300, (2, 20))
     lengths, token = [20, 9], torch.tensor([[5], [6]])
     alone = []
@@ -211,12 +226,58 @@ def test_layouts_as_letters_and_digits(text, letters):
 
 
 @pytest.mark.parametrize("arguments", [
-    ("int3",), ("7,8",), ("8,8,8",), ("int8", "x"), ("int8", "d", "bhs"), ("int8", "d", "bhss"),
+    ("int3",), ("7,8",), ("8,8,8",), ("int4", "hd"), ("k8v4", "hd"), ("int8", "x"), ("int8", "d", "bhs"), ("int8", "d", "bhss"),
     ("int8", "d", "bhsd,bhsd,bhsd")])
 def test_bad_specs_are_refused(arguments):
-    with pytest.raises(ValueError, match="supported|known|axes|orders|order"):
+    with pytest.raises(ValueError, match="supported|known|axes|order|legal"):
         CacheSpec.parse(*arguments)
 
 
 def test_maxtext_axis_names():
     assert CacheSpec.parse("int8", "heads_and_dkv") == CacheSpec.parse("int8", "hd")
+
+
+@pytest.mark.parametrize("D", [16, 32, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("strong", [0, 8])
+def test_four_bit_basis_inverts_and_leaves_scores_alone(D, strong):
+    into, back = default_basis(D, strong)
+    torch.testing.assert_close(into @ back.mT, torch.eye(D), atol=1e-5, rtol=0)
+    q, k = torch.randn(2, 50, D)
+    torch.testing.assert_close((q @ back) @ (k @ into).mT, q @ k.mT, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strong", [0, 8, 16])
+def test_four_bit_packing_inverts(strong):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 40, 64) * torch.logspace(-5, 3, 40)[:, None]
+    values, scales = quantize4(x, strong)
+    assert values.dtype == torch.uint8 and values.shape == (3, 2, 40, (64 + strong) // 2)
+    numbers = integers(values, 64)
+    levels, step = torch.tensor(LEVELS), scales.float()[..., None]
+    expected = (x[..., :strong] / step).round()
+    assert torch.equal(numbers[..., :strong].float(), expected)
+    nearest = (x[..., strong:, None] / step[..., None] - levels).abs().argmin(-1)
+    assert torch.equal(numbers[..., strong:], levels.to(torch.int8)[nearest])
+    error = dequantize(values, scales, torch.float32, 64) - x
+    assert error.square().sum() < 0.012 * x.square().sum()  # a Gaussian at four bits: 0.0095
+
+
+def test_four_bits_of_nothing_and_of_outliers():
+    values, scales = quantize4(torch.zeros(1, 1, 2, 32), 8)
+    assert (dequantize(values, scales, torch.float32, 32) == 0).sum() == 16 and scales.float().max() < 1e-6
+    x = torch.randn(1, 1, 100, 64)
+    x[..., 3] = 50.0  # a strong coordinate far outside of what was foreseen
+    back = dequantize(*quantize4(x, 8), torch.float32, 64)
+    torch.testing.assert_close(back[..., 3], x[..., 3], rtol=0.01, atol=0)
+
+
+def test_four_bit_attention_is_near_the_exact_one():
+    torch.manual_seed(0)
+    k, v, q = torch.randn(1, 2, 200, 64), torch.randn(1, 2, 200, 64), torch.randn(1, 4, 1, 64)
+    k[..., 7] += 12  # an outlier channel, as real keys have
+    start, out = torch.tensor([199]), {}
+    for kind in (None, "int4"):
+        cache = KVCache(CacheSpec.parse(kind, dtype=torch.float32), 1, 2, 200, 64)
+        cache.write(torch.tensor([0]), k, v)
+        out[kind] = cache.attend(q, start)
+    assert (out["int4"] - out[None]).norm() / out[None].norm() < 0.2

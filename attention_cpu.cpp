@@ -1,4 +1,4 @@
-// PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write, ::attend and ::level.
+// PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write, attend and level.
 #include "attention_cpu.h"
 
 #include <atomic>
@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own thread pool, whatever it is built on
+#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own threads
 #include <torch/library.h>
 
 using at::Tensor;
@@ -23,8 +23,9 @@ namespace {
 // What this processor has, 0 portable, 1 AVX2, 2 AVX-512 with VNNI.
 int64_t level() {
 #ifdef GPT_LONG_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni"))
     return 2;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
@@ -64,24 +65,28 @@ View view(const Tensor& t) {
 View scale_view(MaybeTensor t, const Tensor& values) {
   TORCH_CHECK(t.has_value() == (kind_of(values) == kInt8), "attention_cpu: int8 values come with scales");
   if (!t.has_value()) return {};
-  TORCH_CHECK(t->dim() == 3 && kind_of(*t) == kBFloat16, "attention_cpu: scales are bfloat16 [B, H or 1, S]");
+  TORCH_CHECK(t->dim() == 3 && kind_of(*t) == kBFloat16 && t->size(2) == values.size(2),
+              "attention_cpu: scales are bfloat16 [B, H or 1, S]");
   auto s = t->strides();
   return {(char*)t->data_ptr(), s[0] * 2, t->size(1) == 1 ? 0 : s[1] * 2, s[2] * 2, 0};
 }
 
 void check(const Tensor& x, const Tensor& start, const Tensor& values) {
   int64_t D = x.size(3), T = x.size(2), S = values.size(2);
-  TORCH_CHECK(D % 16 == 0 && D <= kMaxHeadDim && values.size(3) == D && kind_of(x) != kInt8 &&
-                      start.scalar_type() == at::kLong && start.size(0) == x.size(0) && start.is_contiguous(),
-                  "attention_cpu: wants head_dim a multiple of 16, bfloat16 or float32 input, start int64 [B]");
+  TORCH_CHECK(D % 16 == 0 && D <= kMaxHeadDim && kind_of(x) != kInt8,
+              "attention_cpu: wants head_dim a multiple of 16 and bfloat16 or float32 input");
+  TORCH_CHECK(start.scalar_type() == at::kLong && start.dim() == 1 && start.is_contiguous() &&
+                  start.size(0) == x.size(0) && values.size(0) == x.size(0) && values.size(3) == D,
+              "attention_cpu: wants start int64 [B] and input of the cache's B and D");
   auto* p = (const int64_t*)start.data_ptr();
   for (int64_t b = 0; b < x.size(0); b++)
     TORCH_CHECK(p[b] >= 0 && p[b] + T <= S, "attention_cpu: tokens ", p[b], " to ", p[b] + T,
-                    " do not fit in a cache of ", S, " slots");
+                " do not fit in a cache of ", S, " slots");
 }
 
 void write_one(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, int64_t most) {
   check(x, start, values);
+  TORCH_CHECK(values.size(1) == x.size(1), x.size(1), " heads for a cache of ", values.size(1));
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
              scales.has_value() && scales->size(1) == x.size(1)};
@@ -91,13 +96,13 @@ void write_one(const Tensor& start, const Tensor& x, const Tensor& values, Maybe
   in_parallel(rows, grain, [&](int64_t first, int64_t last) { run.store(a, first, last); });
 }
 
-void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values, MaybeTensor k_scales,
-           const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
+void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values,
+                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
   write_one(start, k, k_values, k_scales, level);
   write_one(start, v, v_values, v_scales, level);
 }
 
-// How the slots of a row are cut: by its length alone, so that results do not depend on the number of threads.
+// How the slots of a row are cut: by its length alone, so that the number of threads does not change results.
 struct Parts {
   int64_t slots, count;
   Parts(int64_t filled, int64_t T) {
@@ -138,7 +143,7 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   int64_t workers = n < threads ? n : threads;
-  bool small = slots * a.H * a.queries() * a.D < (1 << 18);  // a parallel region would cost more than it saves
+  bool small = slots * a.H * a.queries() * a.D < (1 << 18);  // waking the other threads would cost more
   if (workers < 2 || small) return work(0, 1);
   in_parallel(workers, 1, work);
 }
@@ -147,13 +152,15 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
               const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
   check(q, start, k_values);
   int64_t B = q.size(0), Hq = q.size(1), T = q.size(2), D = q.size(3), H = k_values.size(1);
-  TORCH_CHECK(Hq % H == 0 && k_values.stride(3) == 1 && v_values.stride(3) == 1,
-                  "attention_cpu: the values of a slot must be contiguous");
+  TORCH_CHECK(k_values.stride(3) == 1 && v_values.stride(3) == 1 && Hq % H == 0 &&
+                  k_values.sizes() == v_values.sizes(),
+              "attention_cpu: wants K and V of one shape, a slot's values contiguous, heads a multiple");
   Tensor y = at::empty({B, T, Hq, D}, q.options());
   View out = view(y);
   std::swap(out.h, out.s);  // so that joining the heads of a token is a view
-  Attention a = {view(q), view(k_values), view(v_values), scale_view(k_scales, k_values), scale_view(v_scales, v_values),
-                 out, kind_of(q), kind_of(k_values), kind_of(v_values), (const int64_t*)start.data_ptr(), H, Hq / H, T, D};
+  Attention a = {view(q), view(k_values), view(v_values), scale_view(k_scales, k_values),
+                 scale_view(v_scales, v_values), out, kind_of(q), kind_of(k_values), kind_of(v_values),
+                 (const int64_t*)start.data_ptr(), H, Hq / H, T, D};
   attend_items(a, kernels(level, D), B);
   return y.transpose(1, 2);
 }
@@ -161,10 +168,10 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
 }  // namespace
 
 TORCH_LIBRARY(gpt_long_cpu, m) {
-  m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, Tensor(c!) v_values, "
-        "Tensor(d!)? v_scales, int level=2) -> ()");
-  m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, Tensor? v_scales, "
-        "int level=2) -> Tensor");
+  m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, "
+        "Tensor(c!) v_values, Tensor(d!)? v_scales, int level=2) -> ()");
+  m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, "
+        "Tensor? v_scales, int level=2) -> Tensor");
   m.def("level() -> int", &level);
 }
 TORCH_LIBRARY_IMPL(gpt_long_cpu, CPU, m) {

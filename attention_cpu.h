@@ -1,6 +1,7 @@
 // What the operators (attention_cpu.cpp) and the kernels (attention_cpu_kernels.cpp) share.
 //
-// Letters as everywhere: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head_dim.
+// Letters as everywhere: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head,
+// D head_dim.
 #pragma once
 #include <cstdint>
 
@@ -19,7 +20,7 @@ struct Attention {
   const int64_t* start;  // [B]
   int64_t H, G, T, D;
   int64_t queries() const { return G * T; }
-  // floats of one part: per query the largest score, the sum, the score's factor, D outputs, D of the query itself
+  // floats of one part: for each query its largest score, sum, factor of scores, D outputs, D of itself
   int64_t part_floats() const { return queries() * (2 * D + 3); }
 };
 

@@ -1,160 +1,25 @@
-// Decode attention over the quantized KV cache on the CPU: flash-decoding (Dao et al. 2023) in integer arithmetic.
+// Decode attention over the quantized KV cache on the CPU: flash-decoding (Dao et al. 2023) in integers.
 //
-// Compiled once per instruction set, with GPT_LONG_KERNELS=name and the compiler's flags for it (attention_cpu.py has
-// them).  It includes nothing with inline functions of weight, so none is ever built with instructions that a machine lacks.
+// Compiled once per instruction set, with GPT_LONG_KERNELS=name and the compiler's flags for it (they are in
+// attention_cpu.py).  No header with inline functions that another file might share: none may be built with
+// instructions that a machine lacks.
 //
 // One work item is (row b, head h, a part of the slots); it reads its K and V once, for all G*T queries:
-//   scores   a query is rounded to 16 bits (one scale per query), K's int8 widened to 16, multiplied and summed in int32
+//   scores   a query rounded to 16 bits (a scale each) times K's int8, widened to 16 bits, summed in int32
 //   softmax  online, in float32, by tiles; K's scale multiplies the scores, V's the probabilities
-//   values   probability times V's scale, rounded to 16 bits against the tile's largest, times V summed in int32
+//   values   probability times V's scale, rounded to 16 bits of the tile's largest, times V, summed in int32
 // int32 cannot overflow: 32767 * 127 * 512 < 2^31, and no sum is longer than 512 (D <= 512, kTile <= 512).
 // A 16-bit cache takes the same steps in float32.
 #include "attention_cpu.h"
+#include "attention_cpu_vector.h"
 
 #include <cmath>
-#include <cstring>
 #include <type_traits>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
-#if defined(__AVX512VNNI__)
-constexpr int W = 16;  // 32-bit lanes
-#elif defined(__AVX2__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-typedef float F __attribute__((vector_size(4 * W)));
-typedef int32_t I __attribute__((vector_size(4 * W)));
-typedef int16_t S __attribute__((vector_size(4 * W)));
-typedef int16_t Half __attribute__((vector_size(2 * W)));
-constexpr int kBlock = 4;      // queries that share one pass over a tile: their sums stay in registers
+constexpr int kBlock = 4;  // queries that share one pass over a tile: their sums stay in registers
 
-
-#define OUTLINE __attribute__((noinline))  // hot loops: apart, their sums get all the registers
-#define INLINE __attribute__((always_inline)) inline
-#define REREAD(p) asm("" : "+r"(p))  // what p points to is not worth keeping in registers
-#if defined(__AVX2__)
-#define SETTLE(x) asm("" : "+v"(x))  // have it in a register now: compilers load twice, or put additions off
-#else
-#define SETTLE(x)
-#endif
-
-
-template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
-template <class V> inline void save(void* p, V v) { memcpy(p, &v, sizeof v); }
-inline F to_float(I x) { return __builtin_convertvector(x, F); }
-inline F largest(F a, F b) { return a > b ? a : b; }
-template <int N = W> inline float greatest(F x, int first = 0) {
-  if constexpr (N == 1) return x[first];
-  else {
-    float a = greatest<N / 2>(x, first), b = greatest<N / 2>(x, first + N / 2);
-    return a > b ? a : b;
-  }
-}
-
-// What differs between instruction sets:
-//   widen        2W int8 as int16
-//   dot          acc + the sums of adjacent products
-//   interleave   2W int8 of two rows as int16 (a0 b0 a1 b1 ...), in two halves
-//   add_pairs    per 4 lanes: a0+a2, a1+a3, b0+b2, b1+b3
-//   store_sums   eight whole sums, from four results of add_pairs
-#if defined(__AVX512VNNI__)
-inline S widen(const char* p) { return (S)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
-inline I dot(I acc, S a, S b) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
-inline void interleave(const char* pa, const char* pb, S& first, S& second) {
-  __m256i a = _mm256_permute4x64_epi64(load<__m256i>(pa), 0xd8);  // unpack works within 128 bits
-  __m256i b = _mm256_permute4x64_epi64(load<__m256i>(pb), 0xd8);
-  first = (S)_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
-  second = (S)_mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
-}
-template <class V> inline V add_pairs(V a, V b) {
-  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x4e) + (V)_mm512_mask_blend_ps(0xcccc, (__m512)a, (__m512)b);
-}
-template <class V> inline V add_neighbours(V a, V b) {
-  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) + (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
-}
-template <class T, class V> inline auto fold(V x) {
-  typedef T R __attribute__((vector_size(32)));
-  return (R)_mm512_castps512_ps256((__m512)x) + (R)_mm512_extractf32x8_ps((__m512)x, 1);
-}
-#elif defined(__AVX2__)
-inline S widen(const char* p) { return (S)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
-inline I dot(I acc, S a, S b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-inline void interleave(const char* pa, const char* pb, S& first, S& second) {
-  __m128i a = load<__m128i>(pa), b = load<__m128i>(pb);
-  first = (S)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-  second = (S)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-}
-template <class V> inline V add_pairs(V a, V b) {
-  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e) + (V)_mm256_blend_ps((__m256)a, (__m256)b, 0xcc);
-}
-template <class V> inline V add_neighbours(V a, V b) {
-  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88) + (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
-}
-template <class T, class V> inline V fold(V x) { return x; }
-#endif
-#if defined(__AVX2__)
-template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
-  auto a = fold<T>(add_neighbours(pairs[0], pairs[1])), b = fold<T>(add_neighbours(pairs[2], pairs[3]));
-  using R = decltype(a);
-  save(out, (R)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x21) + (R)_mm256_blend_ps((__m256)a, (__m256)b, 0xf0));
-}
-#else
-inline S widen(const char* p) {
-  typedef int8_t Bytes __attribute__((vector_size(2 * W)));
-  return __builtin_convertvector(load<Bytes>(p), S);
-}
-inline I dot(I acc, S a, S b) {
-  I x = (I)a, y = (I)b;
-  return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
-}
-inline void interleave(const char* a, const char* b, S& first, S& second) {
-  int16_t pairs[4 * W];
-  for (int i = 0; i < 2 * W; i++) {
-    pairs[2 * i] = (int8_t)a[i];
-    pairs[2 * i + 1] = (int8_t)b[i];
-  }
-  first = load<S>(pairs);
-  second = load<S>(pairs + 2 * W);
-}
-template <class V> inline V add_pairs(V a, V b) {
-  return V{a[0] + a[2], a[1] + a[3], b[0] + b[2], b[1] + b[3]};
-}
-template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
-  for (int i = 0; i < 4; i++) {
-    out[2 * i] = pairs[i][0] + pairs[i][1];
-    out[2 * i + 1] = pairs[i][2] + pairs[i][3];
-  }
-}
-#endif
-
-// 2^x for x <= 0, within 2e-7; below -126 it stays at 2^-126.  A polynomial fitted around the nearest integer.
-inline F exp2(F x) {
-  const float shift = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  x = largest(x, F{} - 126.f);
-  F t = x + shift;
-  F f = x - (t - shift);
-  F y = f * 1.32646706e-3f + 9.67149993e-3f;
-  y = y * f + 5.55073376e-2f;
-  y = y * f + 2.40222423e-1f;
-  y = y * f + 6.93146978e-1f;
-  y = y * f + 1.f;
-  return (F)((I)y + ((I)t << 23));
-}
-inline float exp2(float x) { return exp2(F{} + x)[0]; }
-
-inline float from_bfloat16(uint16_t bits) {
-  uint32_t wide = (uint32_t)bits << 16;
-  return load<float>(&wide);
-}
-inline uint16_t to_bfloat16(float x) {  // round half to even
-  uint32_t bits = load<uint32_t>(&x);
-  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 inline void load_row(const char* p, int64_t stride, Kind kind, int64_t D, float* out) {
   if (kind == kFloat32) {
     for (int64_t d = 0; d < D; d++) out[d] = load<float>(p + d * stride);
@@ -173,8 +38,9 @@ inline float largest_magnitude(const float* x, int64_t D) {
   return greatest(top);
 }
 
-// How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells where
-// value d of a row ends up, and queries and outputs are kept in that order.  A 4-bit kind would look its codes up in load.
+// How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells
+// where value d of a row ends up, and queries and outputs are kept in that order.  A 4-bit kind would look up
+// its codes in load_chunk.
 struct Int8 {
   typedef I Sum;
   typedef int32_t Score;
@@ -222,8 +88,8 @@ struct Tile {  // n slots of one head
   alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
 };
 
-// Scores of NQ queries q [NQ][D] with eight rows: out [NQ][kTile], before any scale.  Meanwhile the first `fetch` bytes of
-// the same rows of V come closer: they lie too far apart for the processor to see the stream by itself.
+// Scores of NQ queries q [NQ][D] with eight rows: out [NQ][kTile], before any scale.  Meanwhile the first
+// `fetch` bytes of the same rows of V come closer: waiting for them later costs more than all else.
 template <class K, int NQ>
 INLINE void score_eight(const char* row, int64_t stride, const typename K::Query* q, int64_t D, const char* v,
                         int64_t v_stride, int64_t fetch, char* out) {
@@ -262,12 +128,14 @@ OUTLINE void scores(const Tile& t, const typename K::Query* q, int64_t D, int64_
   const int64_t score = sizeof(typename K::Score), stride = t.k_stride;
   if (t.n < 8) {  // no row past the filled ones is read: the same row eight times, the next one overwrites
     REREAD(D);
-    for (int64_t s = 0; s < t.n; s++) score_eight<K, NQ>(t.k + s * stride, 0, q, D, nullptr, 0, 0, (char*)out + s * score);
+    for (int64_t s = 0; s < t.n; s++)
+      score_eight<K, NQ>(t.k + s * stride, 0, q, D, nullptr, 0, 0, (char*)out + s * score);
     return;
   }
   for (int64_t s = 0; s < t.n; s += 8) {
     s = s < t.n - 8 ? s : t.n - 8;
-    score_eight<K, NQ>(t.k + s * stride, stride, q, D, t.v + s * t.v_stride, t.v_stride, fetch, (char*)out + s * score);
+    const char* v = t.v + s * t.v_stride;
+    score_eight<K, NQ>(t.k + s * stride, stride, q, D, v, t.v_stride, fetch, (char*)out + s * score);
   }
 }
 
@@ -279,8 +147,8 @@ struct Weights {  // the probabilities of NQ queries over a tile, relative to th
 
 // One query's softmax step over a tile of n scores of which it sees `seen`.
 template <bool IntK, bool IntV>
-void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float* k_scales, const float* v_scales,
-             float& top, float& total) {
+void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float* k_scales,
+             const float* v_scales, float& top, float& total) {
   float* score = w.score[j];
   F most = F{} - INFINITY;
   auto scaled = [&](int64_t s) {
@@ -323,7 +191,8 @@ void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float*
   top = new_top;
 }
 
-template <int NQ> inline void add_values(float* y, int64_t D, const Weights& w, const F* first, const F* second) {
+template <int NQ>
+inline void add_values(float* y, int64_t D, const Weights& w, const F* first, const F* second) {
   for (int j = 0; j < NQ; j++, y += D) {
     save(y, load<F>(y) * w.shrink[j] + first[j] * w.factor[j]);
     save(y + W, load<F>(y + W) * w.shrink[j] + second[j] * w.factor[j]);
@@ -331,7 +200,7 @@ template <int NQ> inline void add_values(float* y, int64_t D, const Weights& w, 
 }
 
 template <int NQ>
-OUTLINE void values_int8(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
+OUTLINE void values_int8(const Tile& t, const Weights& w, int64_t D, float* y) {
   for (int64_t c = 0; c < D; c += Int8::kValues) {
     I x0[NQ], x1[NQ];
     for (int j = 0; j < NQ; j++) x0[j] = x1[j] = I{};
@@ -344,10 +213,10 @@ OUTLINE void values_int8(const char* rows, int64_t stride, int64_t n, const Weig
         x1[j] = dot(x1[j], v1, p);
       }
     };
-    const char* row = rows + c;
+    const char* row = t.v + c;
     int64_t s = 0;
-    for (; s + 2 <= n; s += 2, row += 2 * stride) add(s, row, row + stride);
-    if (s < n) add(s, row, row);  // the weight past an odd end is zero
+    for (; s + 2 <= t.n; s += 2, row += 2 * t.v_stride) add(s, row, row + t.v_stride);
+    if (s < t.n) add(s, row, row);  // the weight past an odd end is zero
     F first[NQ], second[NQ];
     for (int j = 0; j < NQ; j++) first[j] = to_float(x0[j]), second[j] = to_float(x1[j]);
     add_values<NQ>(y + c, D, w, first, second);
@@ -355,23 +224,24 @@ OUTLINE void values_int8(const char* rows, int64_t stride, int64_t n, const Weig
 }
 
 template <class V, int NQ>
-OUTLINE void values_float(const char* rows, int64_t stride, int64_t n, const Weights& w, int64_t D, float* y) {
+OUTLINE void values_float(const Tile& t, const Weights& w, int64_t D, float* y) {
   constexpr int kSums = NQ == 1 ? 4 : NQ == 2 ? 2 : 1;  // enough sums in flight to hide the latency
+  const char* rows = t.v;
   for (int64_t c = 0; c < D; c += V::kValues, rows += V::kValues * sizeof(typename V::Stored)) {
     F x[kSums][NQ], z[kSums][NQ];
     for (int u = 0; u < kSums; u++)
       for (int j = 0; j < NQ; j++) x[u][j] = z[u][j] = F{};
     auto add = [&](int u, int64_t s) {
-      typename V::Chunk v = V::load_chunk(rows + s * stride);
+      typename V::Chunk v = V::load_chunk(rows + s * t.v_stride);
       for (int j = 0; j < NQ; j++) {
         x[u][j] += v.x * w.score[j][s];
         z[u][j] += v.y * w.score[j][s];
       }
     };
     int64_t s = 0;
-    for (; s + kSums <= n; s += kSums)
+    for (; s + kSums <= t.n; s += kSums)
       for (int u = 0; u < kSums; u++) add(u, s + u);
-    for (; s < n; s++) add(0, s);
+    for (; s < t.n; s++) add(0, s);
     for (int u = 1; u < kSums; u++)
       for (int j = 0; j < NQ; j++) x[0][j] += x[u][j], z[0][j] += z[u][j];
     add_values<NQ>(y + c, D, w, x[0], z[0]);
@@ -388,15 +258,18 @@ void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_
   for (; s % W; s++) out[s] = 0;
 }
 
-// NQ queries, from query j of the item on, meet a tile.  Query j is token j / G, so its last slot is known from j.
+// NQ queries, from query j of the item on, meet a tile.  Query j is of token j / G, which tells what it sees.
 template <int NQ>
-void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part, Weights& w) {
+void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part,
+                  Weights& w) {
   int64_t N = a.queries();
-  float *top = part + j, *total = top + N, *mul = total + N, *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
+  float *top = part + j, *total = top + N, *mul = total + N;
+  float *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
   with_kind(a.k_kind, [&](auto kind) {
     typedef decltype(kind) K;
-    auto run = a.D == 64 ? scores<K, NQ, 64> : a.D == 128 ? scores<K, NQ, 128> : scores<K, NQ, 0>;
-    run(t, (const typename K::Query*)q + j * a.D, a.D, j == 0 ? a.D * bytes_of(a.v_kind) : 0, w.score);
+    auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
+    int64_t fetch = j == 0 ? a.D * bytes_of(a.v_kind) : 0;
+    run(t, (const typename K::Query*)q + j * a.D, a.D, fetch, w.score);
   });
   bool int_k = a.k_kind == kInt8, int_v = a.v_kind == kInt8;
   auto step = int_k ? int_v ? softmax<true, true> : softmax<true, false>
@@ -414,8 +287,8 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
   }
   with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
-    if constexpr (std::is_same_v<typename V::Stored, int8_t>) values_int8<NQ>(t.v, t.v_stride, t.n, w, a.D, y);
-    else values_float<V, NQ>(t.v, t.v_stride, t.n, w, a.D, y);
+    if constexpr (std::is_same_v<V, Int8>) values_int8<NQ>(t, w, a.D, y);
+    else values_float<V, NQ>(t, w, a.D, y);
   });
 }
 

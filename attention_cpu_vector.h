@@ -1,0 +1,146 @@
+// The vectors that attention_cpu_kernels.cpp is written in: the vector extensions of GCC and Clang and, for
+// each instruction set, the few operations that these lack.  The compiler's flags choose.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+constexpr int W = 16;  // 32-bit lanes
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef int16_t S __attribute__((vector_size(4 * W)));
+typedef int16_t Half __attribute__((vector_size(2 * W)));
+#define OUTLINE __attribute__((noinline))  // hot loops: apart, their sums get all the registers
+#define INLINE __attribute__((always_inline)) inline
+#define REREAD(p) asm("" : "+r"(p))  // what p points to is not worth keeping in registers
+#if defined(__AVX2__)
+#define SETTLE(x) asm("" : "+v"(x))  // have it in a register now: compilers load twice, or put additions off
+#else
+#define SETTLE(x)
+#endif
+
+template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+template <class V> inline void save(void* p, V v) { memcpy(p, &v, sizeof v); }
+inline F to_float(I x) { return __builtin_convertvector(x, F); }
+inline F largest(F a, F b) { return a > b ? a : b; }
+template <int N = W> inline float greatest(F x, int first = 0) {
+  if constexpr (N == 1) return x[first];
+  else {
+    float a = greatest<N / 2>(x, first), b = greatest<N / 2>(x, first + N / 2);
+    return a > b ? a : b;
+  }
+}
+
+// What differs between instruction sets:
+//   widen        2W int8 as int16
+//   dot          acc + the sums of adjacent products
+//   interleave   2W int8 of two rows as int16 (a0 b0 a1 b1 ...), in two halves
+//   add_pairs    per 4 lanes: a0+a2, a1+a3, b0+b2, b1+b3
+//   store_sums   eight whole sums, from four results of add_pairs
+#if defined(__AVX512VNNI__)
+inline S widen(const char* p) { return (S)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
+inline I dot(I acc, S a, S b) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
+inline void interleave(const char* pa, const char* pb, S& first, S& second) {
+  __m256i a = _mm256_permute4x64_epi64(load<__m256i>(pa), 0xd8);  // unpack works within 128 bits
+  __m256i b = _mm256_permute4x64_epi64(load<__m256i>(pb), 0xd8);
+  first = (S)_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
+  second = (S)_mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
+}
+template <class V> inline V add_pairs(V a, V b) {
+  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x4e) +
+         (V)_mm512_mask_blend_ps(0xcccc, (__m512)a, (__m512)b);
+}
+template <class V> inline V add_neighbours(V a, V b) {
+  return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88) + (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0xdd);
+}
+template <class T, class V> inline auto fold(V x) {
+  typedef T R __attribute__((vector_size(32)));
+  return (R)_mm512_castps512_ps256((__m512)x) + (R)_mm512_extractf64x4_pd((__m512d)x, 1);
+}
+#elif defined(__AVX2__)
+inline S widen(const char* p) { return (S)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
+inline I dot(I acc, S a, S b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+inline void interleave(const char* pa, const char* pb, S& first, S& second) {
+  __m128i a = load<__m128i>(pa), b = load<__m128i>(pb);
+  first = (S)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+  second = (S)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+}
+template <class V> inline V add_pairs(V a, V b) {
+  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e) + (V)_mm256_blend_ps((__m256)a, (__m256)b, 0xcc);
+}
+template <class V> inline V add_neighbours(V a, V b) {
+  return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88) + (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
+}
+template <class T, class V> inline V fold(V x) { return x; }
+#endif
+#if defined(__AVX2__)
+template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
+  auto a = fold<T>(add_neighbours(pairs[0], pairs[1])), b = fold<T>(add_neighbours(pairs[2], pairs[3]));
+  using R = decltype(a);
+  save(out, (R)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x21) +
+                (R)_mm256_blend_ps((__m256)a, (__m256)b, 0xf0));
+}
+#else
+inline S widen(const char* p) {
+  typedef int8_t Bytes __attribute__((vector_size(2 * W)));
+  return __builtin_convertvector(load<Bytes>(p), S);
+}
+inline I dot(I acc, S a, S b) {
+  I x = (I)a, y = (I)b;
+  return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+}
+inline void interleave(const char* a, const char* b, S& first, S& second) {
+  int16_t pairs[4 * W];
+  for (int i = 0; i < 2 * W; i++) {
+    pairs[2 * i] = (int8_t)a[i];
+    pairs[2 * i + 1] = (int8_t)b[i];
+  }
+  first = load<S>(pairs);
+  second = load<S>(pairs + 2 * W);
+}
+template <class V> inline V add_pairs(V a, V b) {
+  return V{a[0] + a[2], a[1] + a[3], b[0] + b[2], b[1] + b[3]};
+}
+template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
+  for (int i = 0; i < 4; i++) {
+    out[2 * i] = pairs[i][0] + pairs[i][1];
+    out[2 * i + 1] = pairs[i][2] + pairs[i][3];
+  }
+}
+#endif
+
+// 2^x for x <= 0, within 2e-7; below -126 it stays at 2^-126.  A polynomial around the nearest integer.
+inline F exp2(F x) {
+  const float shift = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  x = largest(x, F{} - 126.f);
+  F t = x + shift;
+  F f = x - (t - shift);
+  F y = f * 1.32646706e-3f + 9.67149993e-3f;
+  y = y * f + 5.55073376e-2f;
+  y = y * f + 2.40222423e-1f;
+  y = y * f + 6.93146978e-1f;
+  y = y * f + 1.f;
+  return (F)((I)y + ((I)t << 23));
+}
+inline float exp2(float x) { return exp2(F{} + x)[0]; }
+
+inline float from_bfloat16(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  return load<float>(&wide);
+}
+inline uint16_t to_bfloat16(float x) {  // round half to even
+  uint32_t bits = load<uint32_t>(&x);
+  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace

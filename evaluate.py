@@ -24,7 +24,8 @@ from tqdm import tqdm
 import backends
 import metrics
 from inference import Engine, check_limits
-from kv_cache import CacheSpec, KVCache, at_position, attach, detach
+from kv_cache import CacheSpec, KVCache, at_position, detach
+from kv_calibrate import attach_calibrated
 from load import load_checkpoint
 from model import ModelConfig, Transformer
 from needle import hit_rates, make_needles
@@ -195,7 +196,7 @@ def compare_caches(model: Transformer, windows: Tensor, specs: dict[str, CacheSp
     length = length or windows.shape[1]
     held, windows = {}, windows.to(model.norm.weight.device)
     for name, spec in specs.items():
-        attach(model, spec, 1, length, causal_mask, cls)
+        attach_calibrated(model, spec, 1, length, causal_mask, cls)
         held[name] = [layer.attention.cache for layer in model.layers]
     figures = {name: metrics.TokenFigures() for name in specs}
     chunks = [(window, lo) for window in windows for lo in range(0, len(window), chunk)]

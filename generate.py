@@ -146,7 +146,8 @@ def build_engine(job: Job) -> tuple[Engine, dict[str, float]]:
         reasons.append(backends.use_fastest_linears(model))
         print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
     engine = Engine(model, spec, job.cache_size, args.causal_mask, sampler, prefill_chunk=args.prefill_chunk,
-                    cache_class=cache_class, compile=args.compile, compile_prefill=args.compile_prefill)
+                    cache_class=cache_class, compile=args.compile, compile_prefill=args.compile_prefill,
+                    calibrated=not args.random_weights)
     load_s = time.perf_counter() - began
     return engine, {"load_s": load_s, "compile_s": engine.warm_up()}
 

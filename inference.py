@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import CacheSpec, KVCache, at_position, attach
+from kv_calibrate import attach_calibrated
 from model import ModelConfig, Transformer
 
 Sampler = Callable[[Tensor], Tensor]
@@ -102,11 +103,13 @@ class Engine:
     cache_class: type[KVCache] = KVCache
     compile: bool = False
     compile_prefill: bool = False
+    calibrated: bool = True  # fit the bases of a 4-bit cache to the model (a prefill of 512 tokens)
     timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:
         self.device = self.model.norm.weight.device
-        attach(self.model, self.spec, self.batch, self.cache_size, self.causal_mask, self.cache_class)
+        attach_caches = attach_calibrated if self.calibrated else attach
+        attach_caches(self.model, self.spec, self.batch, self.cache_size, self.causal_mask, self.cache_class)
         self._decode, self._forward = _decode_step, self.model
         if self.compile:
             # A function of its own, since Dynamo keeps graphs by code object and these drop their guards.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kv_cache import CAUSAL_MASKS, CacheSpec
+from kv_cache import CAUSAL_MASKS, STRONG, CacheSpec
 from quantize import SCHEMES, check_scheme
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,9 +39,11 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache_size", type=int, metavar="SLOTS",
                        help="tokens that the cache holds (default: the prompt and the new tokens)")
     group.add_argument("--kv_cache_quantization", nargs="?", const="int8", metavar="KIND",
-                       help="int8 (also when given alone), or bits of K,V: 8,16 (default: 16 bits)")
+                       help="int8 (also when given alone), int4, k8v4, or bits of K,V: 8,16 (default: 16 bits)")
     group.add_argument("--kv_quant_axis", default="d", metavar="AXIS",
                        help="what shares a scale: d (one token of one head) or hd (one token) (default %(default)s)")
+    group.add_argument("--kv_strong", default=f"{STRONG},{STRONG}", metavar="K,V",
+                       help="coordinates that a 4-bit K or V keeps at 8 bits (default %(default)s)")
     group.add_argument("--kv_cache_layout", default="bhsd", metavar="ORDER",
                        help="storage order of the axes b, h, s, d as letters, or as MaxText's digits (0213 = bhsd); "
                        "one for both or K,V (default %(default)s)")
@@ -59,7 +61,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
 def cache_spec(args: argparse.Namespace) -> CacheSpec:
     """The cache that the flags describe; ValueError names what is not legal."""
     return CacheSpec.parse(args.kv_cache_quantization, args.kv_quant_axis, args.kv_cache_layout,
-                           PRECISIONS[args.precision])
+                           PRECISIONS[args.precision], args.kv_strong)
 
 
 def check_model_flags(args: argparse.Namespace) -> None:

@@ -140,7 +140,8 @@ def use_cpu_kernels(model: nn.Module) -> str:
     if reason := load():
         return reason
     memory = HugePages()
-    for parent in list(model.modules()):
+    parents = [m for m in model.modules() if any(m.children())]  # a list of all would keep every old layer
+    for parent in parents:
         for name, child in parent.named_children():
             if new := _converted(child):
                 for buffer, tensor in new.named_buffers():

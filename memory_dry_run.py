@@ -1,0 +1,79 @@
+"""A run on fake tensors: the project's own loading, prefill and decode step, and what they would allocate.
+
+Nothing is allocated and no device is needed: fake tensors have shapes, dtypes and a device, and no bytes.
+"""
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from inference import Engine
+from kv_cache import at_position
+from memory_tracker import Tracker, name_caches, name_weights
+
+
+def dry_run(load: Callable[[], nn.Module], make_engine: Callable[[nn.Module], Engine], device: torch.device,
+            prompt_tokens: int, start: int = 0) -> Tracker:
+    """Load a model, fill its cache by the first and the last chunk of a prompt, decode a step: all on fake
+    tensors, which have shapes and no bytes.  The tracker has the peaks.
+
+    make_engine: not compiled.  start: tokens assumed to be in the cache before.
+    """
+    tracker = Tracker(device.type)
+    with FakeTensorMode(), tracker, _OperatorIndexing(), torch.inference_mode():
+        with tracker.phase("load"):
+            model = load()
+        name_weights(tracker, model)
+        with tracker.phase("cache"):
+            engine = make_engine(model)
+        name_caches(tracker, model)
+        with tracker.phase("prefill"):
+            logits = None
+            for lo in sorted({0, max(prompt_tokens - engine.prefill_chunk, 0)}):
+                length = min(engine.prefill_chunk, prompt_tokens)
+                tokens = torch.zeros(engine.batch, length, dtype=torch.int64, device=device)
+                logits = engine.prefill(tokens, start + lo)
+            token = engine.sampler(logits)
+        del logits
+        with tracker.phase("decode"):
+            last = min(start + prompt_tokens, engine.cache_size - 1)
+            engine.decode(token, at_position(last, engine.batch, device))
+    return tracker
+
+
+class _OperatorIndexing(TorchFunctionMode):
+    """x[index] and x[index] = y of CUDA tensors as plain operators: Python's own indexing wants the device
+    itself, which a machine without one cannot give."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        indexing = func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type == "cuda"
+        if not indexing:
+            return func(*args, **(kwargs or {}))
+        x, index, *value = args
+        part = _index(x, index if isinstance(index, tuple) else (index,))
+        if not value:
+            return part
+        return part.copy_(value[0]) if isinstance(value[0], Tensor) else part.fill_(value[0])
+
+
+def _index(x: Tensor, index: tuple) -> Tensor:
+    """x[index] for slices, integers, None, Ellipsis, and one index tensor."""
+    aten = torch.ops.aten
+    given = sum(i is not None and i is not Ellipsis for i in index)
+    at = index.index(Ellipsis) if any(i is Ellipsis for i in index) else len(index)
+    index = index[:at] + (slice(None),) * (x.ndim - given) + index[at + 1:]
+    dim, tensors = 0, [None] * len(index)
+    for i in index:
+        if isinstance(i, int):
+            x = aten.select(x, dim, i)
+            continue
+        if i is None:
+            x = aten.unsqueeze(x, dim)
+        elif isinstance(i, Tensor):
+            tensors[dim] = i
+        elif i != slice(None):
+            x = aten.slice(x, dim, i.start, i.stop, i.step or 1)
+        dim += 1
+    return aten.index(x, tensors[:x.ndim]) if any(i is not None for i in tensors) else x

@@ -2,6 +2,7 @@
 
     load()       builds the extension once (about 15 s of compiler) and loads it; "" when it can be used, else
                  the reason in one line
+    available()  whether it can be used
     CpuKVCache   a KVCache whose write and attend are one C++ operator each; what the kernels do not serve
                  (long T, storage orders whose head_dim is not innermost, float16, mask tables) takes the
                  plain path
@@ -46,6 +47,10 @@ def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | 
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
 
 
+def _huge_pages_fake(x: Tensor) -> None:
+    pass
+
+
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
@@ -54,20 +59,32 @@ def load() -> str:
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)
     torch.library.register_fake("gpt_long_cpu::attend", _attend_fake)
+    torch.library.register_fake("gpt_long_cpu::huge_pages", _huge_pages_fake)
     return ""
 
 
+def available() -> bool:
+    """Whether the C++ kernels can be used; builds them if need be."""
+    return load() == ""
+
+
 class CpuKVCache(KVCache):
-    """KVCache with C++ write and attend.  Call load() before the first use.
+    """KVCache with C++ write and attend; without a compiler, all of it takes the plain path.
 
     level: the best instruction set to use, an index into LEVELS; what the processor has caps it.
     """
     level: int = 2
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_kernels = available() and self.k_values.device.type == "cpu"
+        for values in (self.k_values, self.v_values) if self.has_kernels else ():
+            torch.ops.gpt_long_cpu.huge_pages(values)
+
     def _serves(self, x: Tensor) -> bool:
         """Whether the kernels take this cache and an input x [B, H or Hq, T, D]."""
         stored = (torch.int8, torch.bfloat16, torch.float32)
-        return (x.device.type == "cpu" and x.shape[3] % 16 == 0 and x.shape[3] <= MAX_HEAD_DIM
+        return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= MAX_HEAD_DIM
                 and x.dtype in stored[1:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
     def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:

@@ -190,6 +190,15 @@ def test_compiled_is_eager_and_one_graph_serves_all_positions():
         assert torch.equal(a, b), name
 
 
+def test_without_kernels_the_cache_is_the_plain_one(monkeypatch):
+    monkeypatch.setattr(attention_cpu, "available", lambda: False)
+    caches = pair(CacheSpec(8, 8), 1, 2, 200, 32)
+    position = fill(caches, [100], 1)
+    q = torch.randn(1, 4, 1, 32, dtype=torch.bfloat16)
+    ours, plain = (cache.attend(q, position) for cache in caches)
+    assert torch.equal(ours, plain)
+
+
 def test_without_a_compiler_the_reason_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -79,6 +79,7 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
     whole = filled_cache(CpuKVCache, bf16, shape, depth)
     q = torch.randn(1, shape.n_kv_heads * shape.group, 1, shape.head_dim, dtype=torch.bfloat16)
     start = torch.tensor([depth - 1])
+    attend = torch.ops.gpt_long_cpu.attend.default
     stored = (quantized.k_values, quantized.k_scales, quantized.v_values, quantized.v_scales)
 
     def dequantized() -> Tensor:
@@ -89,9 +90,9 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
         return sum(x.view(torch.int64 if x.dtype == torch.int8 else torch.int16).sum() for x in stored)
 
     return {
-        "C++ int8": lambda: quantized.attend(q, start),
-        "C++ int8, portable": lambda: torch.ops.gpt_long_cpu.attend(q, start, *stored, 0),
-        "C++ bf16": lambda: whole.attend(q, start),
+        "C++ int8": lambda: attend(q, start, *stored),
+        "C++ int8, portable": lambda: attend(q, start, *stored, 0),
+        "C++ bf16": lambda: attend(q, start, whole.k_values, None, whole.v_values, None),
         "plain PyTorch int8": lambda: plain.attend(q, start),
         "SDPA bf16": lambda: sdpa(q, whole.k_values, whole.v_values),
         "dequantize, SDPA": dequantized,

@@ -9,7 +9,7 @@ from kv_cache import KVCache
 
 
 def fastest_cache(device: torch.device) -> tuple[type[KVCache], str]:
-    """The cache class with the fastest attention on `device`, and a line of reason when that is the plain one."""
+    """The cache class with the fastest attention on `device`; a line of reason when that is the plain one."""
     if device.type == "cpu":
         reason = attention_cpu.load()
         return (KVCache, reason) if reason else (attention_cpu.CpuKVCache, "")

@@ -45,14 +45,14 @@ def make_parser() -> Parser:
     text.add_argument("--prompt_file", type=Path, help="a UTF-8 text file")
     text.add_argument("--prefill_size", type=int, metavar="N", help="a made-up prompt of N random tokens")
     text.add_argument("--assume_filled", type=int, metavar="N",
-                      help="start as if N tokens were in the cache, with random contents (output is not text)")
+                      help="start as if N tokens were in the cache, with random contents (no text comes out)")
     text.add_argument("--interactive", action="store_true", help="a chat of many turns over one cache")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--num_samples", type=int, default=1, help="runs of the same prompt (default %(default)s)")
+    group.add_argument("--num_samples", type=int, default=1, help="runs of the prompt (default %(default)s)")
     group.add_argument("--max_new_tokens", type=int, default=200, help="default %(default)s")
     group.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
-    group.add_argument("--top_k", type=int, default=200, help="draw among so many tokens (default %(default)s)")
+    group.add_argument("--top_k", type=int, default=200, help="draw among so many (default %(default)s)")
     group.add_argument("--top_p", type=float, help="draw among the fewest tokens of this total probability")
     group.add_argument("--seed", type=int, default=1234, help="default %(default)s")
     group.add_argument("--ignore_eos", action="store_true", help="go on after a stop token (for benchmarks)")
@@ -117,7 +117,8 @@ def encode_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Toke
     count = 1 if args.assume_filled is not None else args.prefill_size
     if count is not None or tokenizer is None:
         generator = torch.Generator().manual_seed(args.seed)
-        return torch.randint(config.vocab_size, (6 if count is None else count,), generator=generator).tolist()
+        size = (6 if count is None else count,)
+        return torch.randint(config.vocab_size, size, generator=generator).tolist()
     text = args.prompt if args.prompt is not None else DEFAULT_PROMPT
     if args.prompt_file:
         if not args.prompt_file.is_file():
@@ -208,8 +209,8 @@ def chat_turns(engine: Engine, job: Job) -> None:
         ids = job.tokenizer.chat(messages)
         room = min(job.args.max_new_tokens, job.cache_size - len(ids))
         if room < 1:
-            print(f"The conversation of {len(ids)} tokens fills the cache of {job.cache_size} slots; start again "
-                  "with a larger --cache_size.", file=sys.stderr)
+            print(f"The conversation of {len(ids)} tokens fills the cache of {job.cache_size} slots; start "
+                  "again with a larger --cache_size.", file=sys.stderr)
             return
         same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b),
                     min(len(held), len(ids) - 1))

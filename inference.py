@@ -64,8 +64,8 @@ def check_limits(prompt_tokens: int, max_new_tokens: int, cache_size: int, confi
     if max_new_tokens < 0:
         raise ValueError(f"--max_new_tokens is {max_new_tokens}; give 0 or more")
     if need > most:
-        raise ValueError(f"prompt of {prompt_tokens} + {max_new_tokens} new tokens = {need} > {most} positions "
-                         "of the model (max_position_embeddings); shorten the prompt or --max_new_tokens")
+        raise ValueError(f"prompt of {prompt_tokens} + {max_new_tokens} new tokens = {need} > {most} "
+                         "positions of the model (max_position_embeddings); shorten one of the two")
     if cache_size > most:
         raise ValueError(f"--cache_size {cache_size} > {most} positions of the model "
                          f"(max_position_embeddings); give --cache_size {most} or less")

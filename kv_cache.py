@@ -126,9 +126,10 @@ def quantize(x: Tensor, axis: str) -> tuple[Tensor, Tensor]:
 def quantize4(x: Tensor, strong: int) -> tuple[Tensor, Tensor]:
     """4-bit x [..., D], already in its basis: uint8 [..., (D + strong) / 2] and scales bfloat16 [...].
 
-    A row of bytes: `strong` coordinates as int8, then the others as indices to LEVELS, the first half of them
-    in the low nibbles and the second half in the high ones.  Both kinds times the scale are values.  The scale
-    is the best, by squared error, of least-squares fits from SCALE_TRIALS, and wide enough for the strong.
+    A row of bytes: `strong` coordinates as int8, then the others as indices to LEVELS, the first half of
+    them in the low nibbles and the second half in the high ones.  Both kinds times the scale are values.
+    The scale is the best, by squared error, of least-squares fits from SCALE_TRIALS, and wide enough for
+    the strong ones.
     """
     levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)
     edges = (levels[1:] + levels[:-1]) / 2
@@ -161,7 +162,7 @@ def integers(values: Tensor, D: int) -> Tensor:
 
 
 def dequantize(values: Tensor, scales: Tensor | None, dtype: torch.dtype, D: int | None = None) -> Tensor:
-    """What a cache holds as numbers [B, H, S, D] of `dtype` (4 bits need D).  For reference and tests only."""
+    """What a cache holds as numbers [B, H, S, D] of `dtype` (4 bits need D).  For reference and tests."""
     numbers = integers(values, D or values.shape[-1])
     return numbers.to(dtype) if scales is None else (numbers.float() * scales[..., None].float()).to(dtype)
 
@@ -246,6 +247,7 @@ def attend_blocks(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor |
                 p.masked_fill_(hidden, 0)
         y = y.mul_(shrink).add_(p.to(rows.dtype) @ v)
         top = new_top
+        del scores, p, k, v  # else they stand beside the next block's
     return y.div_(total).to(q.dtype).reshape(B, Hq, T, D)
 
 

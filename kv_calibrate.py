@@ -1,10 +1,10 @@
 """Bases for the 4-bit KV cache that suit a model: found once, at loading, from what its keys and queries do.
 
-A 4-bit cache stores k @ A and meets the query as q @ B with A B^T = 1, so that scores stay what they were; v
-likewise.  Which A makes the stored error cost least?  The error is about white in the stored basis, so its cost
-in the scores is tr(A^T Ck A) tr(B^T Cq B), with Ck and Cq the second moments of keys and queries after RoPE.
-That is least for A = M^(1/2) U, M the geometric mean of Cq and the inverse of Ck (Bhatia 2007, Positive
-Definite Matrices, ch. 4), with any rotation U.  U sorts the coordinates by energy: the first few, which carry
+A 4-bit cache stores k @ A and meets the query as q @ B with A B^T = 1, so that scores stay what they were;
+v likewise.  Which A makes the stored error cost least?  The error is about white in the stored basis, so its
+cost in the scores is tr(A^T Ck A) tr(B^T Cq B), with Ck and Cq the second moments of keys and queries after
+RoPE.  That is least for A = M^(1/2) U, M the geometric mean of Cq and the inverse of Ck (Bhatia 2007,
+Positive Definite Matrices, ch. 4), with any rotation U.  U sorts the coordinates by energy: the first few, which carry
 outliers and mean, keep 8 bits; the rest are mixed until they look Gaussian, as LEVELS expect.
 
 The moments come from a fixed pseudo-random token sequence, so no text is needed and every run finds the same
@@ -36,7 +36,8 @@ class _Moments:
         B, H = k.shape[:2]
         for name, x in (("q", q.reshape(B, H, -1, *q.shape[2:])), ("k", k[:, :, None]), ("v", v[:, :, None])):
             x = x[..., SKIP:, :].double()  # [B, H, G or 1, T, D]
-            setattr(self, name, getattr(self, name) + torch.einsum("bhgtd,bhgte->hde", x, x) / (B * x.shape[3]))
+            moment = torch.einsum("bhgtd,bhgte->hde", x, x) / (B * x.shape[3])
+            setattr(self, name, getattr(self, name) + moment)
             if name != "q":
                 setattr(self, f"{name}_mean", getattr(self, f"{name}_mean") + x.mean((0, 2, 3)))
         k, v = (x.repeat_interleave(q.shape[1] // H, 1) for x in (k, v))
@@ -61,7 +62,7 @@ def calibrate(model: nn.Module) -> list[_Moments]:
 
 
 def attach_calibrated(model: nn.Module, spec: CacheSpec, *args: object, **options: object) -> None:
-    """kv_cache.attach, with bases that suit the model where the caches have 4 bits (a prefill of 512 tokens)."""
+    """kv_cache.attach, with bases that suit the model where caches have 4 bits (a prefill of 512 tokens)."""
     moments = calibrate(model) if 4 in (spec.k_bits, spec.v_bits) else None
     attach(model, spec, *args, **options)
     if moments is not None:

@@ -14,7 +14,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line and no abbreviation of a flag is guessed."""
 
     def __init__(self, doc: str, **more: str) -> None:
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         allow_abbrev=False,
                          **more)
 
     def error(self, message: str) -> None:
@@ -24,13 +25,15 @@ class Parser(argparse.ArgumentParser):
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which weights, in which form, where."""
     group = parser.add_argument_group("model")
-    group.add_argument("--checkpoint_path", type=Path, help="a model.pth, config.json and tokenizer beside it")
+    group.add_argument("--checkpoint_path", type=Path,
+                       help="a model.pth, config.json and tokenizer beside it")
     group.add_argument("--random_weights", type=Path, metavar="CONFIG.json",
-                       help="no checkpoint: this architecture with random weights, made in their quantized form")
+                       help="no checkpoint: this architecture with random weights, made quantized")
     group.add_argument("--device", help="default: cuda where there is one, else cpu")
     group.add_argument("--precision", choices=PRECISIONS, default="bf16",
                        help="of activations and of what is not quantized (default %(default)s)")
-    group.add_argument("-q", "--quantization", metavar="SCHEME", help=f"of the linear layers: {', '.join(SCHEMES)}")
+    group.add_argument("-q", "--quantization", metavar="SCHEME",
+                       help=f"of the linear layers: {', '.join(SCHEMES)}")
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +42,17 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache_size", type=int, metavar="SLOTS",
                        help="tokens that the cache holds (default: the prompt and the new tokens)")
     group.add_argument("--kv_cache_quantization", nargs="?", const="int8", metavar="KIND",
-                       help="int8 (also when given alone), int4, k8v4, or bits of K,V: 8,16 (default: 16 bits)")
+                       help="int8 (also when given alone), int4, k8v4, or bits K,V: 8,16 (default: 16 bits)")
     group.add_argument("--kv_quant_axis", default="d", metavar="AXIS",
-                       help="what shares a scale: d (one token of one head) or hd (one token) (default %(default)s)")
+                       help="what shares a scale: d (token of a head) or hd (token) (default %(default)s)")
     group.add_argument("--kv_strong", default=f"{STRONG},{STRONG}", metavar="K,V",
                        help="coordinates that a 4-bit K or V keeps at 8 bits (default %(default)s)")
     group.add_argument("--kv_cache_layout", default="bhsd", metavar="ORDER",
-                       help="storage order of the axes b, h, s, d as letters, or as MaxText's digits (0213 = bhsd); "
+                       help="storage order of axes b, h, s, d: letters, or MaxText's digits (0213 = bhsd); "
                        "one for both or K,V (default %(default)s)")
     group.add_argument("--causal_mask", choices=CAUSAL_MASKS, default="none",
-                       help="none: no mask exists; linear: a [T, S] comparison; full: the S x S table; the last two "
-                       "are slow references (default %(default)s)")
+                       help="none: no mask; linear: a [T, S] comparison; full: the S x S table; the last "
+                       "two are slow references (default %(default)s)")
     group.add_argument("--linear_causal_mask", action="store_const", const="linear", dest="causal_mask",
                        help="the same as --causal_mask linear")
     group.add_argument("--attention", choices=("auto", "plain"), default="auto",

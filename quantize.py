@@ -172,7 +172,8 @@ class Int4Linear(nn.Module):
         for lo, hi in _slabs(self.n_outputs, self.n_inputs):
             scale, zero = self.scales_and_zeros[:, lo:hi].to(x.dtype).unbind(-1)  # [K/G, n]
             weight = self._nibbles(lo, hi).view(len(scale), self.group, hi - lo) * scale[:, None]
-            out.append((x @ weight.view(self.n_inputs, hi - lo)).addmm_(sums, zero - 8 * scale).to(rows.dtype))
+            y = (x @ weight.view(self.n_inputs, hi - lo)).addmm_(sums, zero - 8 * scale)
+            out.append(y.to(rows.dtype))
         return torch.cat(out, dim=-1)
 
     def _nibbles(self, lo: int, hi: int) -> Tensor:
@@ -339,8 +340,8 @@ def main() -> None:
     except ValueError as e:
         print(f"quantize.py: {e}", file=sys.stderr)
         sys.exit(2)
-    print(f"{output}: {output.stat().st_size / 1e9:.2f} GB, was {args.checkpoint_path.stat().st_size / 1e9:.2f}",
-          file=sys.stderr)
+    before, after = (path.stat().st_size / 1e9 for path in (args.checkpoint_path, output))
+    print(f"{output}: {after:.2f} GB, was {before:.2f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,10 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def peak_memory(device: torch.device, resident_before: int) -> dict:
-    """Peak bytes of this process and how they were measured; `resident_before`: what Python and torch took."""
+    """Peak bytes of this process and how they were taken; `resident_before`: what Python and torch took."""
     if device.type == "cuda":
-        return {"peak_memory_bytes": torch.cuda.max_memory_reserved(device), "peak_memory_how": "cuda max reserved",
+        return {"peak_memory_bytes": torch.cuda.max_memory_reserved(device),
+                "peak_memory_how": "cuda max reserved",
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(device)}
     peak = resident_bytes(peak=True)
     return {"peak_memory_bytes": peak, "peak_memory_how": "peak resident size of the process",
@@ -92,7 +93,8 @@ def summary(row: dict) -> str:
     gb = {name: f"{value / 1e9:.2f}" for name, value in row["bytes"].items()}
     rate = row["decode_tokens_per_s"]
     decode = "no decode step" if rate is None else (
-        f"decode {rate:.1f} tokens/s from depth {row['depth']} ({row['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s)")
+        f"decode {rate:.1f} tokens/s from depth {row['depth']} "
+        f"({row['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s)")
     above = row.get("peak_above_start_bytes")
     more = "" if above is None else f", {above / 1e9:.2f} above Python and torch"
     return "\n".join([

@@ -40,7 +40,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+    facts = {"eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
     return folder / "model.pth"
 
 

@@ -12,18 +12,19 @@ PROMPT = "Once upon a time, in a village by the sea, there lived"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GOLDEN_PROMPT = "Question: How do plants make food? Answer:"
 GOLDEN = {  # greedy, float32 arithmetic; by cache
-    "16,16:d": "\nassistant\nPlants make food through photosynthesis, which is a process where they convert light "
-               "energy into chemical energy. This process involves the conversion of carbon dioxide and water",
-    "int8:d": "\nassistant\nPlants make food by using photosynthesis, which is a process where plants convert "
-              "light energy into chemical energy. This process involves the conversion of carbon dioxide and water",
-    "int8:hd": "\nassistant\nPlants make food through photosynthesis, a process where they convert light energy "
-               "into chemical energy. This process involves the conversion of carbon dioxide and water",
+    "16,16:d": "\nassistant\nPlants make food through photosynthesis, which is a process where they convert "
+               "light energy into chemical energy. This process involves the conversion of carbon dioxide",
+    "int8:d": "\nassistant\nPlants make food by using photosynthesis, which is a process where plants "
+              "convert light energy into chemical energy. This process involves the conversion of carbon dioxide",
+    "int8:hd": "\nassistant\nPlants make food through photosynthesis, a process where they convert light "
+               "energy into chemical energy. This process involves the conversion of carbon dioxide",
 }
 
 
 @pytest.fixture(scope="module")
 def model(demo):
-    return load_checkpoint(demo / "model.pth", ModelConfig.from_json(demo / "config.json"), dtype=torch.float32)
+    config = ModelConfig.from_json(demo / "config.json")
+    return load_checkpoint(demo / "model.pth", config, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def test_greedy_tokens_are_those_of_transformers(demo, model, tokenizer):
         weight.data = weight.data.bfloat16().float()  # as model.pth stores them
     ids = torch.tensor([tokenizer.encode(PROMPT)])
     with torch.inference_mode():
-        expected = theirs.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)[0, ids.shape[1]:]
+        expected = theirs.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    expected = expected[0, ids.shape[1]:]
     engine = Engine(model, CacheSpec(dtype=torch.float32), 128)
     assert list(engine.generate(ids[0].tolist(), 64)) == expected.tolist()
 

@@ -8,9 +8,10 @@ import torch
 
 import generate
 
-FIELDS = {"argv", "model", "device", "torch", "precision", "quantization", "cache", "causal_mask", "prompt_tokens",
+FIELDS = {"argv", "model", "device", "torch", "precision", "quantization", "cache", "causal_mask", "bytes",
           "new_tokens", "load_s", "compile_s", "time_to_first_token_s", "prefill_tokens_per_s",
-          "decode_tokens_per_s", "depth", "bytes", "peak_memory_bytes", "peak_memory_how", "bandwidth_bytes_per_s"}
+          "decode_tokens_per_s", "depth", "prompt_tokens", "peak_memory_bytes", "peak_memory_how",
+          "bandwidth_bytes_per_s"}
 
 
 @pytest.fixture
@@ -48,7 +49,9 @@ def test_same_seed_same_text(run):
     ["--kv_cache_layout", "0231,0213"], ["--linear_causal_mask"], ["--causal_mask", "full"],
     ["-q", "int8wo"], ["-q", "int8dq"], ["--quantization", "int4wo-32"], ["--precision", "fp32"],
     ["--precision", "fp32", "-q", "int4wo-64"], ["--precision", "fp16"], ["--prefill_size", "40"],
-    ["--assume_filled", "100"], ["--chat", "--prompt", "hi"], ["--num_samples", "2"], ["--prefill_chunk", "3"],
+    ["--kv_cache_quantization", "int4"], ["--kv_cache_quantization", "k8v4", "--kv_strong", "8,0"],
+    ["--assume_filled", "100"], ["--chat", "--prompt", "hi"], ["--num_samples", "2"],
+    ["--prefill_chunk", "3"], ["--attention", "plain", "-q", "int4wo-32"],
     ["--temperature", "0"], ["--top_k", "3", "--top_p", "0.5"], ["--ignore_eos"]])
 def test_flags_work(run, flags):
     code, out, err = run(*flags, "--max_new_tokens", 4)
@@ -66,19 +69,23 @@ def test_compile_and_profile(run, tmp_path):
 
 def test_random_weights_need_no_checkpoint(run, tiny_checkpoint, tmp_path):
     code, out, err = run("--random_weights", tiny_checkpoint.with_name("config.json"), "-q", "int4wo-32",
-                         "--max_new_tokens", 3, "--device", "cpu", "--write_result", tmp_path / "r", checkpoint=False)
+                         "--max_new_tokens", 3, "--device", "cpu", "--write_result", tmp_path / "r",
+                         checkpoint=False)
     assert code == 0 and "not text" in err
     row = json.loads((tmp_path / "r").read_text())
     assert row["random_weights"] and not row["is_text"]
 
 
 @pytest.mark.parametrize("flags,message", [
-    (["--prompt", "a" * 300], "256 positions"), (["--cache_size", "8", "--prompt", "abcd"], "--cache_size 204"),
+    (["--prompt", "a" * 300], "256 positions"),
+    (["--cache_size", "8", "--prompt", "abcd"], "--cache_size 204"),
     (["--cache_size", "1000"], "--cache_size 256"), (["-q", "int4"], "int4wo-64"),
     (["--kv_cache_quantization", "int7"], "int8"), (["--kv_cache_quantization", "3,8"], "16, 8"),
-    (["--kv_quant_axis", "z"], "d, hd"), (["--kv_cache_layout", "bhs"], "bhsd"), (["--prompt", ""], "--prompt"),
+    (["--kv_quant_axis", "z"], "d, hd"), (["--kv_cache_layout", "bhs"], "bhsd"),
+    (["--prompt", ""], "--prompt"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--temperature", "-1"], "temperature"),
-    (["--device", "abacus"], "cpu or cuda"), (["--no_such_flag"], "--help"), (["--prefill_chunk", "0"], "1 or more"),
+    (["--device", "abacus"], "cpu or cuda"), (["--no_such_flag"], "--help"),
+    (["--prefill_chunk", "0"], "1 or more"),
     (["--num_samples", "0"], "1 or more"), (["--max_new_tokens", "-2"], "--max_new_tokens"),
     (["--random_weights", "x.json"], "--checkpoint_path")])
 def test_mistakes_get_one_line_and_exit_code_2(run, flags, message):

@@ -42,7 +42,8 @@ def test_defaults_are_those_of_the_format():
 
 
 @pytest.mark.parametrize("change,message", [
-    ({"model_type": "mamba"}, "mamba"), ({"hidden_act": "gelu"}, "gelu"), ({"num_key_value_heads": 3}, "multiple"),
+    ({"model_type": "mamba"}, "mamba"), ({"hidden_act": "gelu"}, "gelu"),
+    ({"num_key_value_heads": 3}, "multiple"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"), ({"hidden_size": 66}, "head_dim"),
     ({"rope_scaling": {"type": "llama3", "factor": 8}}, "low_freq_factor")])
 def test_unsupported_configs_are_refused_by_name(change, message):

@@ -26,8 +26,8 @@ def test_layer_equals_its_unpacked_weight(scheme, N, K):
     torch.manual_seed(0)
     tensors = pack(torch.randn(N, K) / K ** 0.5, scheme)
     layer, weight = linear(tensors, scheme, bias=torch.ones(N)), unpack(tensors, scheme)
-    for rows, dtype, tolerance in ((1, torch.bfloat16, 0.02), (3, torch.float32, 1e-4), (33, torch.bfloat16, 0.02),
-                                   (40, torch.float32, 1e-4)):
+    bf16, fp32 = (torch.bfloat16, 0.02), (torch.float32, 1e-4)
+    for rows, (dtype, tolerance) in ((1, bf16), (3, fp32), (33, bf16), (40, fp32)):
         x = torch.randn(rows, K).to(dtype)
         if scheme == "int8dq":
             step = x.float().abs().amax(-1, keepdim=True) / 127
@@ -61,10 +61,12 @@ def test_equal_weights_and_exact_grids_survive():
     w = torch.zeros(3, 1, 32)
     w[1], w[2] = 0.5, torch.arange(32) % 16
     nibbles, scale, zero = round_groups(w)
-    torch.testing.assert_close((nibbles.float() - 8) * scale[..., None] + zero[..., None], w, atol=1e-3, rtol=1e-2)
+    back = (nibbles.float() - 8) * scale[..., None] + zero[..., None]
+    torch.testing.assert_close(back, w, atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("n_inputs,group,legal", [(288, 256, 32), (576, 256, 64), (4096, 256, 256), (64, 64, 64)])
+@pytest.mark.parametrize("n_inputs,group,legal", [
+    (288, 256, 32), (576, 256, 64), (4096, 256, 256), (64, 64, 64)])
 def test_group_that_does_not_divide_becomes_the_largest_that_does(n_inputs, group, legal):
     assert legal_group(n_inputs, group) == legal
     layer = linear(pack(torch.randn(32, n_inputs), f"int4wo-{group}"), f"int4wo-{group}")
@@ -89,7 +91,8 @@ def test_saved_model_is_the_one_quantized_while_loading(tmp_path, monkeypatch, c
     quantize.main()
     assert f"model_{scheme}.pth" in capsys.readouterr().err
     ids, zero, logits = torch.arange(40)[None], torch.tensor([0]), []
-    for name, asked in (("model.pth", scheme), (f"model_{scheme}.pth", None), (f"model_{scheme}.pth", scheme)):
+    packed = f"model_{scheme}.pth"
+    for name, asked in (("model.pth", scheme), (packed, None), (packed, scheme)):
         loaded = load_checkpoint(tmp_path / name, model.config, quantization=asked)
         attach(loaded, CacheSpec(), 1, 64)
         logits.append(loaded(ids, zero))

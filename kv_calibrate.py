@@ -4,8 +4,8 @@ A 4-bit cache stores k @ A and meets the query as q @ B with A B^T = 1, so that 
 v likewise.  Which A makes the stored error cost least?  The error is about white in the stored basis, so its
 cost in the scores is tr(A^T Ck A) tr(B^T Cq B), with Ck and Cq the second moments of keys and queries after
 RoPE.  That is least for A = M^(1/2) U, M the geometric mean of Cq and the inverse of Ck (Bhatia 2007,
-Positive Definite Matrices, ch. 4), with any rotation U.  U sorts the coordinates by energy: the first few, which carry
-outliers and mean, keep 8 bits; the rest are mixed until they look Gaussian, as LEVELS expect.
+Positive Definite Matrices, ch. 4), with any rotation U.  U sorts the coordinates by energy: the first few,
+which carry outliers and mean, keep 8 bits; the rest are mixed until they look Gaussian, as LEVELS expect.
 
 The moments come from a fixed pseudo-random token sequence, so no text is needed and every run finds the same
 bases.  A token's stored form depends on that token alone.

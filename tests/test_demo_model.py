@@ -15,7 +15,7 @@ GOLDEN = {  # greedy, float32 arithmetic; by cache
     "16,16:d": "\nassistant\nPlants make food through photosynthesis, which is a process where they convert "
                "light energy into chemical energy. This process involves the conversion of carbon dioxide",
     "int8:d": "\nassistant\nPlants make food by using photosynthesis, which is a process where plants "
-              "convert light energy into chemical energy. This process involves the conversion of carbon dioxide",
+              "convert light energy into chemical energy. This process involves the conversion of carbon",
     "int8:hd": "\nassistant\nPlants make food through photosynthesis, a process where they convert light "
                "energy into chemical energy. This process involves the conversion of carbon dioxide",
 }

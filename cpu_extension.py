@@ -1,11 +1,14 @@
 """What the CPU's fast paths share: C++ extensions, compiled once and kept under ~/.cache/gpt-long; memory.
 
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
+    HugePages, trim_heap                    memory in 2 MB pages; freed memory back to the system
     HugePages().place(tensor)               a copy of the tensor in pages of 2 MB
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
 sets without one of them leaking into the others.  Needs torch only.
 """
+import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
@@ -98,6 +101,13 @@ def build_and_load(name: str, units: Sequence[Unit], headers: Sequence[str] = ()
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         return f"{name} could not be built: " + " ".join(str(getattr(error, "stderr", None) or error).split())
     return ""
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system, where the C library (glibc) would keep up to 64 MB at the heap's
+    end and every hole inside."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class HugePages:

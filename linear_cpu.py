@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpu_extension import X86, HugePages, Unit, build_and_load
+from cpu_extension import X86, HugePages, Unit, build_and_load, trim_heap
 from quantize import Int4Linear, Int8Linear, _pair, _quantize_rows, _slabs
 
 PANEL = 8  # outputs that the kernels compute side by side
@@ -147,4 +147,5 @@ def use_cpu_kernels(model: nn.Module) -> str:
                 for buffer, tensor in new.named_buffers():
                     setattr(new, buffer, memory.place(tensor))
                 setattr(parent, name, new)
+        trim_heap()
     return ""

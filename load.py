@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import quantize
+from cpu_extension import trim_heap
 from model import ModelConfig, Transformer
 
 Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
@@ -117,6 +118,7 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
                 setattr(leaves[name], key, _own(value, device, dtype))
     if shares_embedding:
         model.lm_head.weight = model.embed.weight
+    trim_heap()
     return model.eval()
 
 

@@ -51,7 +51,7 @@ template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& wor
 }
 
 Kind kind_of(const Tensor& t) {
-  if (t.scalar_type() == at::kChar) return kInt8;
+  if (t.scalar_type() == at::kChar || t.scalar_type() == at::kByte) return kInt8;  // bytes: 4-bit rows
   if (t.scalar_type() == at::kBFloat16) return kBFloat16;
   TORCH_CHECK(t.scalar_type() == at::kFloat, "attention_cpu: tensors are int8, bfloat16 or float32");
   return kFloat32;
@@ -63,6 +63,18 @@ View view(const Tensor& t) {
   auto s = t.strides();
   TORCH_CHECK(s.size() == 4, "attention_cpu: values are [B, H, S, D]");
   return {(char*)t.data_ptr(), s[0] * size, s[1] * size, s[2] * size, s[3] * size};
+}
+
+int64_t strong_of(const Tensor& values, int64_t D) {
+  return values.scalar_type() == at::kByte ? 2 * values.size(3) - D : -1;
+}
+
+const float* basis_of(MaybeTensor m, int64_t strong, int64_t H, int64_t D) {
+  TORCH_CHECK(m.has_value() == (strong >= 0), "attention_cpu: 4-bit rows come with a basis, others without");
+  if (!m.has_value()) return nullptr;
+  TORCH_CHECK(m->scalar_type() == at::kFloat && m->is_contiguous() && m->numel() == H * D * D,
+              "attention_cpu: a basis is float32 [H, D, D]");
+  return (const float*)m->data_ptr();
 }
 
 View scale_view(MaybeTensor t, const Tensor& values) {
@@ -79,20 +91,26 @@ void check(const Tensor& x, const Tensor& start, const Tensor& values) {
   TORCH_CHECK(D % 16 == 0 && D <= kMaxHeadDim && kind_of(x) != kInt8,
               "attention_cpu: wants head_dim a multiple of 16 and bfloat16 or float32 input");
   TORCH_CHECK(start.scalar_type() == at::kLong && start.dim() == 1 && start.is_contiguous() &&
-                  start.size(0) == x.size(0) && values.size(0) == x.size(0) && values.size(3) == D,
-              "attention_cpu: wants start int64 [B] and input of the cache's B and D");
+                  start.size(0) == x.size(0) && values.size(0) == x.size(0),
+              "attention_cpu: wants start int64 [B] and input of the cache's B");
+  int64_t strong = strong_of(values, D);
+  TORCH_CHECK(strong < 0 ? values.scalar_type() == at::kByte ? false : values.size(3) == D
+                         : strong < D && D <= kMaxPackedHeadDim,
+              "attention_cpu: rows of ", values.size(3), " do not hold vectors of ", D);
   auto* p = (const int64_t*)start.data_ptr();
   for (int64_t b = 0; b < x.size(0); b++)
     TORCH_CHECK(p[b] >= 0 && p[b] + T <= S, "attention_cpu: tokens ", p[b], " to ", p[b] + T,
                 " do not fit in a cache of ", S, " slots");
 }
 
-void write_one(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, int64_t most) {
+void write_one(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales,
+               MaybeTensor basis, int64_t most) {
   check(x, start, values);
   TORCH_CHECK(values.size(1) == x.size(1), x.size(1), " heads for a cache of ", values.size(1));
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
-             scales.has_value() && scales->size(1) == x.size(1)};
+             scales.has_value() && scales->size(1) == x.size(1), strong_of(values, x.size(3))};
+  a.basis = basis_of(basis, a.strong, a.H, a.D);
   const Kernels& run = kernels(most, a.D);
   int64_t rows = x.size(0) * a.T, grain = 16384 / (a.H * a.D) + 1;
   if (rows <= grain) return run.store(a, 0, rows);
@@ -100,9 +118,10 @@ void write_one(const Tensor& start, const Tensor& x, const Tensor& values, Maybe
 }
 
 void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values,
-                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
-  write_one(start, k, k_values, k_scales, level);
-  write_one(start, v, v_values, v_scales, level);
+                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_in,
+                  MaybeTensor v_in, int64_t level) {
+  write_one(start, k, k_values, k_scales, k_in, level);
+  write_one(start, v, v_values, v_scales, v_in, level);
 }
 
 // How the slots of a row are cut: by its length alone, so that the number of threads does not change results.
@@ -152,18 +171,31 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
 }
 
 Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_values, MaybeTensor k_scales,
-              const Tensor& v_values, MaybeTensor v_scales, int64_t level) {
+              const Tensor& v_values, MaybeTensor v_scales, MaybeTensor q_in, MaybeTensor v_out,
+              int64_t level) {
   check(q, start, k_values);
+  check(q, start, v_values);
   int64_t B = q.size(0), Hq = q.size(1), T = q.size(2), D = q.size(3), H = k_values.size(1);
   TORCH_CHECK(k_values.stride(3) == 1 && v_values.stride(3) == 1 && Hq % H == 0 &&
-                  k_values.sizes() == v_values.sizes(),
+                  k_values.size(1) == v_values.size(1) && k_values.size(2) == v_values.size(2),
               "attention_cpu: wants K and V of one shape, a slot's values contiguous, heads a multiple");
   // The order [B, T, Hq, D], so that joining the heads of a token is a view.
   Tensor y = at::empty_strided({B, Hq, T, D}, {T * Hq * D, D, Hq * D, 1}, q.options());
   Attention a = {view(q), view(k_values), view(v_values), scale_view(k_scales, k_values),
                  scale_view(v_scales, v_values), view(y), kind_of(q), kind_of(k_values), kind_of(v_values),
-                 (const int64_t*)start.data_ptr(), H, Hq / H, T, D};
-  attend_items(a, kernels(level, D), B);
+                 (const int64_t*)start.data_ptr(), H, Hq / H, T, D, strong_of(k_values, D),
+                 strong_of(v_values, D), kind_of(q)};
+  a.v_out = basis_of(v_out, a.v_strong, H, D);
+  a.q_in = basis_of(q_in, a.k_strong, H, D);
+  const Kernels& run = kernels(level, D);
+  std::unique_ptr<float[]> rotated;
+  if (a.q_in) {
+    rotated.reset(new float[q.numel()]);
+    run.rotate(a, B, rotated.get());
+    a.q = {(char*)rotated.get(), 4 * Hq * T * D, 4 * T * D, 4 * D, 4};
+    a.q_kind = kFloat32;
+  }
+  attend_items(a, run, B);
   return y;
 }
 
@@ -181,9 +213,9 @@ void huge_pages(const Tensor& x) {
 
 TORCH_LIBRARY(gpt_long_cpu, m) {
   m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, "
-        "Tensor(c!) v_values, Tensor(d!)? v_scales, int level=2) -> ()");
+        "Tensor(c!) v_values, Tensor(d!)? v_scales, Tensor? k_in, Tensor? v_in, int level=2) -> ()");
   m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, "
-        "Tensor? v_scales, int level=2) -> Tensor");
+        "Tensor? v_scales, Tensor? q_in, Tensor? v_out, int level=2) -> Tensor");
   m.def("huge_pages(Tensor x) -> ()");
   m.def("level() -> int", &level);
 }

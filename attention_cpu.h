@@ -19,6 +19,9 @@ struct Attention {
   Kind q_kind, k_kind, v_kind;
   const int64_t* start;  // [B]
   int64_t H, G, T, D;
+  int64_t k_strong, v_strong;  // of 4-bit rows, -1 for others
+  Kind out_kind;
+  const float *v_out, *q_in;   // [H, D, D] out of V's basis and into K's, or null
   int64_t queries() const { return G * T; }
   // floats of one part: for each query its largest score, sum, factor of scores, D outputs, D of itself
   int64_t part_floats() const { return queries() * (2 * D + 3); }
@@ -30,9 +33,12 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
   const int64_t* start;
   int64_t H, T, D;
   bool per_head;  // one scale per token and head, else one per token
+  int64_t strong;      // of 4-bit rows, -1 for others
+  const float* basis;  // [H, D, D] into which x goes first, or null
 };
 
 struct Kernels {
+  void (*rotate)(const Attention&, int64_t B, float* out);
   void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part);
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
   void (*store)(const Store&, int64_t row, int64_t last_row);  // rows are b * T + t
@@ -40,4 +46,5 @@ struct Kernels {
 
 constexpr int64_t kTile = 256;       // slots whose scores are held at a time
 constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxPackedHeadDim = 256;
 

@@ -8,8 +8,8 @@
                  plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
-out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp and
-attention_cpu_vector.h.
+out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp,
+attention_cpu_vector.h and attention_cpu_packed.h.
 """
 import functools
 
@@ -21,7 +21,7 @@ from kv_cache import KVCache
 
 LEVELS = ("portable C++", "AVX2", "AVX-512 VNNI")  # instruction sets that the kernels are compiled for
 MAX_TOKENS = 32  # tokens of a call that the kernels take; from there on blocks of GEMMs are faster
-MAX_HEAD_DIM = 512  # kMaxHeadDim of the kernels
+MAX_HEAD_DIM, MAX_PACKED_HEAD_DIM = 512, 256  # kMaxHeadDim of the kernels; the same at 4 bits
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
              "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
 
@@ -37,12 +37,14 @@ def _units() -> tuple[Unit, ...]:
 
 
 def _write_fake(start: Tensor, k: Tensor, v: Tensor, k_values: Tensor, k_scales: Tensor | None,
-                v_values: Tensor, v_scales: Tensor | None, level: int = 2) -> None:
+                v_values: Tensor, v_scales: Tensor | None, k_in: Tensor | None, v_in: Tensor | None,
+                level: int = 2) -> None:
     pass
 
 
 def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
-                 v_scales: Tensor | None, level: int = 2) -> Tensor:
+                 v_scales: Tensor | None, q_in: Tensor | None, v_out: Tensor | None,
+                 level: int = 2) -> Tensor:
     B, Hq, T, D = q.shape
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
 
@@ -54,7 +56,7 @@ def _huge_pages_fake(x: Tensor) -> None:
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
-    headers = ("attention_cpu.h", "attention_cpu_vector.h")
+    headers = ("attention_cpu.h", "attention_cpu_vector.h", "attention_cpu_packed.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)
@@ -83,19 +85,20 @@ class CpuKVCache(KVCache):
 
     def _serves(self, x: Tensor) -> bool:
         """Whether the kernels take this cache and an input x [B, H or Hq, T, D]."""
-        stored = (torch.int8, torch.bfloat16, torch.float32)
-        return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= MAX_HEAD_DIM
-                and x.dtype in stored[1:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
+        stored = (torch.int8, torch.uint8, torch.bfloat16, torch.float32)
+        most = MAX_HEAD_DIM if self.k_in is None and self.v_in is None else MAX_PACKED_HEAD_DIM
+        return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= most
+                and x.dtype in stored[2:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
-    def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not self._serves(k):
-            return super()._store(start, k, v)
+            return super().write(start, k, v)
         torch.ops.gpt_long_cpu.write(start, k, v, self.k_values, self.k_scales, self.v_values, self.v_scales,
-                                     self.level)
+                                     self.k_in, self.v_in, self.level)
 
-    def _attend(self, q: Tensor, start: Tensor) -> Tensor:
+    def attend(self, q: Tensor, start: Tensor) -> Tensor:
         rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
         if not (rows_whole and q.shape[2] <= MAX_TOKENS and self.causal_mask == "none" and self._serves(q)):
-            return super()._attend(q, start)
+            return super().attend(q, start)
         return torch.ops.gpt_long_cpu.attend(q, start, self.k_values, self.k_scales, self.v_values,
-                                             self.v_scales, self.level)
+                                             self.v_scales, self.q_in, self.v_out, self.level)

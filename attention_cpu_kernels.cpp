@@ -9,9 +9,10 @@
 //   softmax  online, in float32, by tiles; K's scale multiplies the scores, V's the probabilities
 //   values   probability times V's scale, rounded to 16 bits of the tile's largest, times V, summed in int32
 // int32 cannot overflow: 32767 * 127 * 512 < 2^31, and no sum is longer than 512 (D <= 512, kTile <= 512).
-// A 16-bit cache takes the same steps in float32.
+// A 16-bit cache takes the same steps in float32; 4-bit rows become int8, a tile at a time.
 #include "attention_cpu.h"
 #include "attention_cpu_vector.h"
+#include "attention_cpu_packed.h"
 
 #include <cmath>
 #include <type_traits>
@@ -39,8 +40,7 @@ inline float largest_magnitude(const float* x, int64_t D) {
 }
 
 // How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells
-// where value d of a row ends up, and queries and outputs are kept in that order.  A 4-bit kind would look up
-// its codes in load_chunk.
+// where value d of a row ends up, and queries and outputs are kept in that order.
 struct Int8 {
   typedef I Sum;
   typedef int32_t Score;
@@ -313,6 +313,17 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
   }
 }
 
+// q times q_in, the matrix of its head: out [B, Hq, T, D].
+void rotate(const Attention& a, int64_t B, float* out) {
+  float row[kMaxHeadDim];
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < a.H * a.G; h++)
+      for (int64_t t = 0; t < a.T; t++, out += a.D) {
+        load_row(a.q.at(b, h, t), a.q.d, a.q_kind, a.D, row);
+        times_matrix(row, a.q_in + h / a.G * a.D * a.D, a.D, out);
+      }
+}
+
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
@@ -323,12 +334,15 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
   Tile t;
   Weights w;
-  t.k_stride = a.k.s;
-  t.v_stride = a.v.s;
+  alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
+  t.k_stride = a.k_strong < 0 ? a.k.s : a.D;
+  t.v_stride = a.v_strong < 0 ? a.v.s : a.D;
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
-    t.k = a.k.at(b, h, s);
-    t.v = a.v.at(b, h, s);
+    t.k = a.k_strong < 0 ? a.k.at(b, h, s) : k_rows;
+    t.v = a.v_strong < 0 ? a.v.at(b, h, s) : v_rows;
+    if (a.k_strong >= 0) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
+    if (a.v_strong >= 0) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;
@@ -369,21 +383,12 @@ void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* par
     with_kind(a.v_kind, [&](auto kind) {
       for (int64_t d = 0; d < a.D; d++) ordered[d] = row[decltype(kind)::place(d)] * scale;
     });
-    convert_row(ordered, a.q_kind, a.out.d, a.D, a.out.at(b, h * a.G + j % a.G, j / a.G));
+    if (a.v_out) {
+      memcpy(row, ordered, a.D * sizeof(float));
+      times_matrix(row, a.v_out + h * a.D * a.D, a.D, ordered);
+    }
+    convert_row(ordered, a.out_kind, a.out.d, a.D, a.out.at(b, h * a.G + j % a.G, j / a.G));
   }
-}
-
-void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {
-  const float shift = 12582912.f;  // rounds to integers, half to even
-  int8_t rounded[kMaxHeadDim];
-  for (int64_t d = 0; d < D; d++) {
-    float v = (x[d] / scale + shift) - shift;
-    v = v < -127 ? -127 : v;
-    v = v > 127 ? 127 : v;
-    rounded[d] = (int8_t)(int32_t)v;
-  }
-  if (stride == 1) memcpy(out, rounded, D);
-  else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded[d];
 }
 
 // The quantizer of kv_cache.py, bit for bit.
@@ -402,6 +407,12 @@ void store(const Store& a, int64_t first_row, int64_t last_row) {
     for (int64_t h = 0; h < a.H; h++) {
       char* out = a.values.at(b, h, slot);
       load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
+      if (a.strong >= 0) {
+        float own[kMaxHeadDim];
+        times_matrix(row, a.basis + h * a.D * a.D, a.D, own);
+        save(a.scales.at(b, h, slot), store_packed(own, a.strong, a.D, a.values.d, out));
+        continue;
+      }
       if (a.kind != kInt8) {
         convert_row(row, a.kind, a.values.d, a.D, out);
         continue;
@@ -416,4 +427,4 @@ void store(const Store& a, int64_t first_row, int64_t last_row) {
 
 }  // namespace
 
-extern "C" const Kernels GPT_LONG_KERNELS = {attend, combine, store};
+extern "C" const Kernels GPT_LONG_KERNELS = {rotate, attend, combine, store};

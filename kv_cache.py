@@ -315,7 +315,7 @@ class KVCache(nn.Module):
             scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
             scales = scales.permute([order.index(axis) for axis in "bhs"])
         if bits == 4:
-            into, back = (m.to(device).expand(sizes["h"], -1, -1) for m in default_basis(D, strong))
+            into, back = (m.to(device).repeat(sizes["h"], 1, 1) for m in default_basis(D, strong))
         self.register_buffer(f"{name}_scales", scales, persistent=False)
         self.register_buffer(f"{name}_in", into, persistent=False)
         if name == "k":

@@ -1,0 +1,108 @@
+// Storing integers: int8 rows, and 4-bit rows as quantize4 of kv_cache.py makes them: `strong` coordinates as int8, then indices to kLevels, the
+// first half of the others in the low nibbles and the second half in the high ones.
+#pragma once
+#include "attention_cpu.h"
+#include "attention_cpu_vector.h"
+
+#include <cmath>
+
+namespace {
+
+constexpr int8_t kLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
+constexpr float kSigma = 127 / 2.7326f;
+constexpr float kTrials[] = {0.85f, 0.92f, 1.0f, 1.08f, 1.16f};
+
+// n rows become int8 rows of D.
+void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, int64_t D, char* out) {
+  const int64_t half = (D - strong) / 2;
+  for (int64_t s = 0; s < n; s++, rows += stride, out += D) {
+    for (int64_t i = 0; i < strong; i += 8) save(out + i, load<int64_t>(rows + i));  // the rest overwrites
+    const char* packed = rows + strong;
+    char *low = out + strong, *high = low + half;
+    int64_t i = 0;
+#if defined(__AVX2__)
+    const __m128i levels = load<__m128i>(kLevels), mask = _mm_set1_epi8(15);
+    for (; half >= 16 && i < half; i += 16) {
+      i = i < half - 16 ? i : half - 16;
+      __m128i x = load<__m128i>(packed + i);
+      save(low + i, _mm_shuffle_epi8(levels, _mm_and_si128(x, mask)));
+      save(high + i, _mm_shuffle_epi8(levels, _mm_and_si128(_mm_srli_epi16(x, 4), mask)));
+    }
+#endif
+    for (; i < half; i++) {
+      low[i] = kLevels[packed[i] & 15];
+      high[i] = kLevels[(uint8_t)packed[i] >> 4];
+    }
+  }
+}
+
+// y = x M, for a row x [D] and a matrix M [D, D].
+void times_matrix(const float* x, const float* matrix, int64_t D, float* y) {
+  memset(y, 0, D * sizeof(float));
+  for (int64_t d = 0; d < D; d++, matrix += D)
+    for (int64_t e = 0; e < D; e++) y[e] += x[d] * matrix[e];
+}
+
+void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {
+  const float shift = 12582912.f;  // rounds to integers, half to even
+  int8_t rounded[kMaxHeadDim];
+  for (int64_t d = 0; d < D; d++) {
+    float v = (x[d] / scale + shift) - shift;
+    v = v < -127 ? -127 : v;
+    v = v > 127 ? 127 : v;
+    rounded[d] = (int8_t)(int32_t)v;
+  }
+  if (stride == 1) memcpy(out, rounded, D);
+  else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded[d];
+}
+
+// The index of the nearest level: how many midpoints between levels lie below x.
+inline int nearest(float x) {
+  int index = 0;
+  for (int i = 0; i < 15; i++) index += x > (kLevels[i] + kLevels[i + 1]) * 0.5f;
+  return index;
+}
+// The same for n values: the levels themselves.
+inline void nearest_levels(const float* x, float divisor, int64_t n, float* out) {
+  for (int64_t d = 0; d < n; d++) {
+    float value = x[d] / divisor, level = kLevels[0];
+    for (int i = 0; i < 15; i++)
+      level += value > (kLevels[i] + kLevels[i + 1]) * 0.5f ? (float)(kLevels[i + 1] - kLevels[i]) : 0.0f;
+    out[d] = level;
+  }
+}
+
+// The best of least-squares scales for n values (quantize4 explains).
+float fitted_scale(const float* x, int64_t n) {
+  float squares = 0, best = 0, scale = 0, fit[kMaxHeadDim];
+  for (int64_t d = 0; d < n; d++) squares += x[d] * x[d];
+  float rms = std::sqrt(squares / n);
+  rms = (rms > 1e-8f ? rms : 1e-8f) / kSigma;
+  for (float trial : kTrials) {
+    float along = 0, norm = 0;
+    nearest_levels(x, rms * trial, n, fit);
+    for (int64_t d = 0; d < n; d++) along += x[d] * fit[d], norm += fit[d] * fit[d];
+    float gain = along * along / norm;
+    if (gain > best) best = gain, scale = along / norm;
+  }
+  return scale;
+}
+
+// Packs a row x [D] already in its basis; returns its scale.
+uint16_t store_packed(const float* x, int64_t strong, int64_t D, int64_t stride, char* out) {
+  const int64_t n = D - strong, half = n / 2;
+  const float* rest = x + strong;
+  float scale = fitted_scale(rest, n);
+  for (int64_t d = 0; d < strong; d++) {
+    float wide = std::fabs(x[d]) / 127;
+    scale = scale > wide ? scale : wide;
+  }
+  uint16_t stored = to_bfloat16(scale > 1e-8f ? scale : 1e-8f);
+  scale = from_bfloat16(stored);
+  store_int8(x, scale, stride, strong, out);
+  for (int64_t i = 0; i < half; i++)
+    out[(strong + i) * stride] = (char)(nearest(rest[i] / scale) | nearest(rest[half + i] / scale) << 4);
+  return stored;
+}
+
+}  // namespace

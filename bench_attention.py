@@ -9,7 +9,6 @@ and the other ways as multiples of it.
 """
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import Tensor
 import attention_cpu
 from attention_cpu import CpuKVCache
 from kv_cache import CacheSpec, KVCache, dequantize
+from report import processor
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,6 @@ class Shape:
         n_kv_heads = facts.get("num_key_value_heads", n_heads)
         head_dim = facts.get("head_dim") or facts["hidden_size"] // n_heads
         return cls(n_kv_heads, n_heads // n_kv_heads, head_dim)
-
-
-def processor() -> str:
-    """The processor's name, the number of its cores, and the instructions that the kernels use."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
-                 if line.startswith("model name"))
-        name = next(names, name)
-    instructions = attention_cpu.LEVELS[torch.ops.gpt_long_cpu.level()]
-    return f"{name}, {torch.get_num_threads()} threads, {instructions}"
 
 
 def filled_cache(cls: type[KVCache], spec: CacheSpec, shape: Shape, depth: int) -> KVCache:
@@ -81,6 +69,8 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
     start = torch.tensor([depth - 1])
     attend = torch.ops.gpt_long_cpu.attend.default
     stored = (quantized.k_values, quantized.k_scales, quantized.v_values, quantized.v_scales)
+    packed = CpuKVCache(CacheSpec.parse("int4"), 1, shape.n_kv_heads, depth, shape.head_dim)
+    packed.write(torch.tensor([0]), *torch.randn(2, 1, shape.n_kv_heads, depth, shape.head_dim))
 
     def dequantized() -> Tensor:
         k, k_scales, v, v_scales = stored
@@ -90,9 +80,10 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
         return sum(x.view(torch.int64 if x.dtype == torch.int8 else torch.int16).sum() for x in stored)
 
     return {
-        "C++ int8": lambda: attend(q, start, *stored),
-        "C++ int8, portable": lambda: attend(q, start, *stored, 0),
-        "C++ bf16": lambda: attend(q, start, whole.k_values, None, whole.v_values, None),
+        "C++ int8": lambda: attend(q, start, *stored, None, None),
+        "C++ int8, portable": lambda: attend(q, start, *stored, None, None, 0),
+        "C++ int4": lambda: packed.attend(q, start),
+        "C++ bf16": lambda: attend(q, start, whole.k_values, None, whole.v_values, None, None, None),
         "plain PyTorch int8": lambda: plain.attend(q, start),
         "SDPA bf16": lambda: sdpa(q, whole.k_values, whole.v_values),
         "dequantize, SDPA": dequantized,
@@ -151,7 +142,7 @@ def main() -> None:
         print(f"bench_attention.py: {error}", file=sys.stderr)
         sys.exit(2)
     results = {depth: measure(shape, depth, args.seconds) for depth in depths}
-    print(f"{processor()}; one layer of {shape.n_kv_heads} KV heads x {shape.group} query heads x "
+    print(f"{processor()}, {attention_cpu.LEVELS[torch.ops.gpt_long_cpu.level()]}; one layer of {shape.n_kv_heads} KV heads x {shape.group} query heads x "
           f"{shape.head_dim}; other columns: time as a multiple of C++ int8\n\n{table(results, shape)}")
 
 

@@ -36,11 +36,17 @@ void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, in
   }
 }
 
-// y = x M, for a row x [D] and a matrix M [D, D].
-void times_matrix(const float* x, const float* matrix, int64_t D, float* y) {
-  memset(y, 0, D * sizeof(float));
+// y = x M, for a row x [D] and a matrix M [D, D]: kVectors of y's at a time stay in registers.
+template <int kVectors> inline void times_columns(const float* x, const float* matrix, int64_t D, float* y) {
+  F sum[kVectors] = {};
   for (int64_t d = 0; d < D; d++, matrix += D)
-    for (int64_t e = 0; e < D; e++) y[e] += x[d] * matrix[e];
+    for (int i = 0; i < kVectors; i++) sum[i] += load<F>(matrix + i * W) * x[d];
+  for (int i = 0; i < kVectors; i++) save(y + i * W, sum[i]);
+}
+OUTLINE void times_matrix(const float* x, const float* matrix, int64_t D, float* y) {
+  int64_t e = 0;
+  for (; e + 8 * W <= D; e += 8 * W) times_columns<8>(x, matrix + e, D, y + e);
+  for (; e < D; e += W) times_columns<1>(x, matrix + e, D, y + e);
 }
 
 void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {

@@ -142,8 +142,9 @@ def main() -> None:
         print(f"bench_attention.py: {error}", file=sys.stderr)
         sys.exit(2)
     results = {depth: measure(shape, depth, args.seconds) for depth in depths}
-    print(f"{processor()}, {attention_cpu.LEVELS[torch.ops.gpt_long_cpu.level()]}; one layer of {shape.n_kv_heads} KV heads x {shape.group} query heads x "
-          f"{shape.head_dim}; other columns: time as a multiple of C++ int8\n\n{table(results, shape)}")
+    instructions = attention_cpu.LEVELS[torch.ops.gpt_long_cpu.level()]
+    print(f"{processor()}, kernels {instructions}; one layer of {shape.n_kv_heads} KV heads x {shape.group} "
+          f"query heads x {shape.head_dim}; times as multiples of C++ int8\n\n{table(results, shape)}")
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def legal_group(n_inputs: int, group: int) -> int:
     raise ValueError(f"int4 needs layers whose input size is a multiple of 32, not {n_inputs}; use int8wo")
 
 
-def _gemm_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which this device multiplies matrices fastest without losing any of x's precision."""
+def gemm_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a device multiplies matrices fastest without losing any of `dtype`'s precision."""
     fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return x.dtype if x.device.type != "cpu" or fast else torch.float32
+    return dtype if device_type != "cpu" or fast else torch.float32
 
 
 def _slabs(n_rows: int, n_columns: int, multiple: int = 64) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ class Int8Linear(nn.Module):
         elif x.device.type == "cuda":
             y = F.linear(rows, self.weight.to(rows.dtype)) * self.scales  # one fused kernel when compiled
         else:
-            rows = rows.to(_gemm_dtype(rows))
+            rows = rows.to(gemm_dtype(rows.device.type, rows.dtype))
             slabs = _slabs(*self.weight.shape)
             y = torch.cat([F.linear(rows, self.weight[lo:hi].to(rows.dtype)) for lo, hi in slabs], dim=-1)
             y = y * self.scales
@@ -166,7 +166,7 @@ class Int4Linear(nn.Module):
 
     def _gemm(self, rows: Tensor) -> Tensor:
         """Many rows: a GEMM with a slab of nibble * scale; the zeros meet the rows' group sums."""
-        x = rows.to(_gemm_dtype(rows))
+        x = rows.to(gemm_dtype(rows.device.type, rows.dtype))
         sums = x.view(len(x), -1, self.group).sum(-1)  # [M, K/G]
         out = []
         for lo, hi in _slabs(self.n_outputs, self.n_inputs):
@@ -289,6 +289,14 @@ def pack_random(n_outputs: int, n_inputs: int, scheme: str,
     if scheme.startswith("int8"):
         return Int8Linear.random(n_outputs, n_inputs, device)
     return Int4Linear.random(n_outputs, n_inputs, legal_group(n_inputs, int(scheme.split("-")[1])), device)
+
+
+def packed_bytes(n_outputs: int, n_inputs: int, scheme: str) -> int:
+    """Bytes of what `pack` makes of a weight."""
+    if scheme.startswith("int8"):
+        return n_outputs * (n_inputs + 2)
+    group = legal_group(n_inputs, int(scheme.split("-")[1]))
+    return n_outputs * (n_inputs // 2 + n_inputs // group * 4)
 
 
 def linear(tensors: dict[str, Tensor], scheme: str, bias: Tensor | None = None) -> nn.Module:

@@ -17,11 +17,14 @@ import torch
 from tqdm import tqdm
 
 import backends
+import memory
+import memory_dry_run
+import memory_picture
 import report
 from inference import Engine, Timing, check_limits, make_sampler
 from kv_cache import KVCache
-from load import load_checkpoint, random_model
-from model import ModelConfig
+from load import CheckpointSource, load_checkpoint, random_model
+from model import ModelConfig, Transformer
 from options import (
     PRECISIONS,
     Parser,
@@ -62,6 +65,13 @@ def make_parser() -> Parser:
     group.add_argument("--compile_prefill", action="store_true", help="compile the prefill, too")
     group.add_argument("--profile", type=Path, metavar="FILE", help="write a Chrome trace of the last sample")
     group.add_argument("--write_result", type=Path, metavar="FILE", help="append one JSON line on this run")
+    group = parser.add_argument_group("memory")
+    group.add_argument("--dry_run", action="store_true",
+                       help="run on fake tensors: say what it would take, allocate nothing (a prompt that "
+                       "fills the cache unless one is given; --device cuda needs no CUDA device)")
+    group.add_argument("--force", action="store_true", help="go on when the plan does not fit in memory")
+    group.add_argument("--memory_profile", type=Path, metavar="FILE.png",
+                       help="draw allocated bytes over time by part (slow: follows every operator)")
     return parser
 
 
@@ -75,6 +85,7 @@ class Job:
     prompt: list[int]
     start: int  # tokens that are in the cache before the prompt
     cache_size: int
+    setup: memory.Setup  # what memory.py plans
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -98,6 +109,9 @@ def plan(args: argparse.Namespace) -> Job:
     else:
         config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
         tokenizer = load_tokenizer(args.checkpoint_path.parent)
+    if args.memory_profile and (args.compile or args.compile_prefill or args.interactive or args.dry_run):
+        raise ValueError("--memory_profile follows the operators of a plain run one by one; leave out "
+                         "--compile, --compile_prefill, --interactive and --dry_run")
     start = args.assume_filled or 0
     if args.interactive:
         if tokenizer is None:
@@ -109,7 +123,25 @@ def plan(args: argparse.Namespace) -> Job:
         need = start + len(prompt) + args.max_new_tokens
         cache_size = args.cache_size or min(-(-need // 64) * 64, config.max_position_embeddings)
         check_limits(start + len(prompt), args.max_new_tokens, cache_size, config)
-    return Job(args, config, pick_device(args), tokenizer, prompt, start, cache_size)
+    device = pick_device(args)
+    setup = memory_setup(args, config, device, cache_size, len(prompt), start)
+    return Job(args, config, device, tokenizer, prompt, start, cache_size, setup)
+
+
+def memory_setup(args: argparse.Namespace, config: ModelConfig, device: torch.device, cache_size: int,
+                 prompt_tokens: int, start: int) -> memory.Setup:
+    """The run as memory.py plans it.  ValueError when the checkpoint is none or of another quantization."""
+    given = args.prompt is not None or args.prompt_file or args.prefill_size is not None or start
+    fills = args.interactive or (args.dry_run and not given)
+    quantization, source = args.quantization, "random"
+    if args.checkpoint_path:
+        stored = CheckpointSource(args.checkpoint_path, args.quantization)
+        quantization, source = stored.scheme, "packed" if stored.packed else "checkpoint"
+    kernels = args.attention == "auto" and not backends.fastest_cache(device)[1]
+    return memory.Setup(
+        config, cache_spec(args), cache_size, quantization, 1, args.prefill_chunk,
+        None if fills else prompt_tokens, args.causal_mask, PRECISIONS[args.precision], device.type, kernels,
+        source, args.compile or args.compile_prefill, start)
 
 
 def encode_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:
@@ -134,26 +166,64 @@ def progress(what: str, least: int) -> "callable":
     return wrap
 
 
-def build_engine(job: Job) -> tuple[Engine, dict[str, float]]:
-    """The model with its caches, compiled if asked; and the seconds of loading and compiling."""
+def load_model(job: Job) -> tuple[Transformer, type[KVCache]]:
+    """The model, with the fastest layers of this device unless plain ones are asked for; the cache class."""
     args = job.args
-    sampler = make_sampler(args.temperature, args.top_k, args.top_p)
-    spec, began = cache_spec(args), time.perf_counter()
     options = (job.config, job.device, PRECISIONS[args.precision], args.quantization, progress("load", 0))
     model = random_model(*options) if args.random_weights else load_checkpoint(args.checkpoint_path, *options)
-    cache_class = KVCache
-    if args.attention == "auto":
-        cache_class, *reasons = backends.fastest_cache(job.device)
-        reasons.append(backends.use_fastest_linears(model))
-        print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
-    engine = Engine(model, spec, job.cache_size, args.causal_mask, sampler, prefill_chunk=args.prefill_chunk,
-                    cache_class=cache_class, compile=args.compile, compile_prefill=args.compile_prefill,
-                    calibrated=not args.random_weights)
+    if args.attention == "plain":
+        return model, KVCache
+    cache_class, *reasons = backends.fastest_cache(job.device)
+    reasons.append(backends.use_fastest_linears(model))
+    print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
+    return model, cache_class
+
+
+def make_engine(job: Job, model: Transformer, cache_class: type[KVCache]) -> Engine:
+    """The model with fresh caches."""
+    args = job.args
+    sampler = make_sampler(args.temperature, args.top_k, args.top_p)
+    return Engine(model, job.setup.spec, job.cache_size, args.causal_mask, sampler,
+                  prefill_chunk=args.prefill_chunk, cache_class=cache_class,
+                  compile=args.compile and not args.dry_run,
+                  compile_prefill=args.compile_prefill and not args.dry_run,
+                  calibrated=not args.random_weights)
+
+
+def build_engine(job: Job, watch: memory.Tracker | None) -> tuple[Engine, dict[str, float]]:
+    """The model with its caches, compiled if asked; and the seconds of loading and compiling."""
+    began = time.perf_counter()
+    with memory_picture.phase(watch, "load"):
+        loaded = load_model(job)
+    with memory_picture.phase(watch, "cache"):
+        engine = make_engine(job, *loaded)
     load_s = time.perf_counter() - began
     return engine, {"load_s": load_s, "compile_s": engine.warm_up()}
 
 
-def run_samples(engine: Engine, job: Job) -> tuple[list[Timing], int]:
+def check_memory(job: Job) -> memory.Plan:
+    """Say what the run will take.  ValueError, with the flags that help, when the device cannot hold it."""
+    planned, free = memory.make_plan(job.setup), memory.available_bytes(job.device)
+    print(planned.line(), file=sys.stderr)
+    refused = memory.refusal(job.setup, free) if free is not None and not job.args.force else None
+    if refused:
+        raise ValueError(refused)
+    return planned
+
+
+def dry_run(job: Job) -> None:
+    """The run on fake tensors; its peak, by part and by line of code, to stdout."""
+    prompt = job.setup.filled - job.start
+    tracker = memory_dry_run.dry_run(lambda: load_model(job), lambda loaded: make_engine(job, *loaded),
+                                     job.device, prompt, job.start)
+    planned = memory.make_plan(job.setup)
+    print(memory_dry_run.summary(tracker, planned))
+    if job.args.write_result:
+        row = base_row(job) | memory_dry_run.result(tracker, planned) | {"prompt_tokens": prompt}
+        report.append_json(job.args.write_result, row)
+
+
+def run_samples(engine: Engine, job: Job, watch: memory.Tracker | None = None) -> tuple[list[Timing], int]:
     """Generate every sample, its text to stdout; timings and the number of new tokens of the last."""
     timings, count = [], 0
     torch.manual_seed(job.args.seed)
@@ -164,6 +234,7 @@ def run_samples(engine: Engine, job: Job) -> tuple[list[Timing], int]:
         with profiler(job.args.profile if last else None):
             tokens = engine.generate(job.prompt, job.args.max_new_tokens, job.stop_ids, job.start,
                                      progress("prefill", 4))
+            tokens = memory_picture.follow(watch, tokens)
             count = print_tokens(tokens, job.tokenizer if job.is_text else None, job.stop_ids, job.prompt)
         timings.append(engine.timing)
     return timings, count
@@ -229,32 +300,43 @@ def tee(tokens: Iterable[int], into: list[int]) -> Iterable[int]:
         yield token
 
 
+def base_row(job: Job) -> dict:
+    """What was asked, for a JSON object."""
+    args, spec = job.args, job.setup.spec
+    cache = {"k_bits": spec.k_bits, "v_bits": spec.v_bits, "axis": spec.axis, "k_layout": spec.k_layout,
+             "v_layout": spec.v_layout, "size": job.cache_size}
+    fake = args.dry_run and job.device.type == "cuda"
+    return {
+        "argv": sys.argv, "model": str(args.random_weights or args.checkpoint_path),
+        "random_weights": args.random_weights is not None, "is_text": job.is_text,
+        "device": "cuda" if fake else report.device_name(job.device), "torch": torch.__version__,
+        "precision": args.precision, "quantization": job.setup.quantization, "cache": cache,
+        "causal_mask": args.causal_mask, "compile": args.compile, "prompt_tokens": len(job.prompt),
+        "assumed_tokens": job.start}
+
+
 def result_row(job: Job, engine: Engine, timings: list[Timing], new_tokens: int, seconds: dict[str, float],
                resident_before: int) -> dict:
     """The JSON object of a run (see README.md, Results)."""
-    args, spec = job.args, engine.spec
-    cache = {"k_bits": spec.k_bits, "v_bits": spec.v_bits, "axis": spec.axis, "k_layout": spec.k_layout,
-             "v_layout": spec.v_layout, "size": job.cache_size}
-    source = args.random_weights or args.checkpoint_path
-    return {
-        "argv": sys.argv, "model": str(source), "random_weights": args.random_weights is not None,
-        "is_text": job.is_text, "device": report.device_name(job.device), "torch": torch.__version__,
-        "precision": args.precision, "quantization": args.quantization, "cache": cache,
-        "causal_mask": args.causal_mask, "compile": args.compile, "prompt_tokens": len(job.prompt),
-        "assumed_tokens": job.start, "new_tokens": new_tokens, **seconds,
-        **report.speeds(engine, timings, report.model_bytes(engine.model)),
-        "bytes": report.model_bytes(engine.model), **report.peak_memory(job.device, resident_before)}
+    parts = report.model_bytes(engine.model)
+    return {**base_row(job), "new_tokens": new_tokens, **seconds, **report.speeds(engine, timings, parts),
+            "bytes": parts, **report.peak_memory(job.device, resident_before)}
 
 
 def run(args: argparse.Namespace) -> None:
     """Everything that the flags ask for."""
     job = plan(args)
-    resident_before = report.resident_bytes()
-    engine, seconds = build_engine(job)
-    if args.interactive:
-        return chat_turns(engine, job)
-    timings, new_tokens = run_samples(engine, job)
+    if args.dry_run:
+        return dry_run(job)
+    planned, resident_before = check_memory(job), report.resident_bytes()
+    with memory_picture.recording(args.memory_profile, job.device) as watch:
+        engine, seconds = build_engine(job, watch)
+        if args.interactive:
+            return chat_turns(engine, job)
+        timings, new_tokens = run_samples(engine, job, watch)
+        memory_picture.name_parts(watch, engine.model)
     row = result_row(job, engine, timings, new_tokens, seconds, resident_before)
+    row["planned_bytes"] = planned.total_bytes
     print(report.summary(row), file=sys.stderr)
     if not job.is_text:
         print("The prompt or the weights are made up: the output is not text.", file=sys.stderr)

@@ -5,30 +5,30 @@ Nothing is allocated and no device is needed: fake tensors have shapes, dtypes a
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from inference import Engine
 from kv_cache import at_position
-from memory_tracker import Tracker, name_caches, name_weights
+from memory import Plan
+from memory_tracker import Tracker, name_tensors
 
 
-def dry_run(load: Callable[[], nn.Module], make_engine: Callable[[nn.Module], Engine], device: torch.device,
+def dry_run(load: Callable[[], object], make_engine: Callable[[object], Engine], device: torch.device,
             prompt_tokens: int, start: int = 0) -> Tracker:
     """Load a model, fill its cache by the first and the last chunk of a prompt, decode a step: all on fake
     tensors, which have shapes and no bytes.  The tracker has the peaks.
 
-    make_engine: not compiled.  start: tokens assumed to be in the cache before.
+    make_engine takes what load returns; not compiled.  start: tokens assumed to be in the cache before.
     """
     tracker = Tracker(device.type)
     with FakeTensorMode(), tracker, _OperatorIndexing(), torch.inference_mode():
         with tracker.phase("load"):
-            model = load()
-        name_weights(tracker, model)
+            loaded = load()
         with tracker.phase("cache"):
-            engine = make_engine(model)
-        name_caches(tracker, model)
+            engine = make_engine(loaded)
+        name_tensors(tracker, engine.model)
         with tracker.phase("prefill"):
             logits = None
             for lo in sorted({0, max(prompt_tokens - engine.prefill_chunk, 0)}):
@@ -41,6 +41,29 @@ def dry_run(load: Callable[[], nn.Module], make_engine: Callable[[nn.Module], En
             last = min(start + prompt_tokens, engine.cache_size - 1)
             engine.decode(token, at_position(last, engine.batch, device))
     return tracker
+
+
+def result(tracker: Tracker, planned: Plan) -> dict:
+    """The figures for a JSON object, all without the formula's `runtime`, which no operator allocates."""
+    return {"peak_memory_bytes": tracker.peak_bytes, "peak_memory_how": "dry run",
+            "planned_bytes": planned.total_bytes - planned.runtime, "parts": tracker.peak_parts(),
+            "phases": tracker.phase_peaks, "lines": tracker.peak_lines()}
+
+
+def summary(tracker: Tracker, planned: Plan) -> str:
+    """The peak by part and by line, and the formula beside it, for a person."""
+    peak, formula = tracker.peak_bytes, planned.total_bytes - planned.runtime
+    phase = max(tracker.phase_peaks, key=tracker.phase_peaks.get)
+    rows = [f"Dry run, nothing was allocated: peak {peak / 1e9:.3f} GB, in {phase}; "
+            f"by the formula {formula / 1e9:.3f} GB ({100 * (formula / peak - 1):+.1f} %)"]
+    rows += ["", "GB at the peak"]
+    rows += [f"{n / 1e9:10.3f}  {part}" for part, n in tracker.peak_parts().items()]
+    rows += ["", "made by"] + [f"{n / 1e9:10.3f}  {line}" for line, n in tracker.peak_lines().items()]
+    phases = {name: n for name, n in tracker.phase_peaks.items() if n}
+    rows += ["", "peak of each phase"] + [f"{n / 1e9:10.3f}  {name}" for name, n in phases.items()]
+    if planned.runtime:
+        rows += ["", f"On top of that come about {planned.runtime / 1e6:.0f} MB of the libraries themselves."]
+    return "\n".join(rows)
 
 
 class _OperatorIndexing(TorchFunctionMode):

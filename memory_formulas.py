@@ -22,7 +22,7 @@ PACK_SLAB = {"int4": 45, "int8": 13}  # bytes per weight of a slab while it is r
 class Setup:
     """A run to be planned.  prompt_tokens None: a prompt that fills the cache.  kernels: the fastest of
     backends.py, not plain PyTorch.  source: where weights come from, "checkpoint" (full precision), "packed"
-    (a file that quantize.py saved) or "random"."""
+    (a file that quantize.py saved) or "random".  assumed: tokens that Engine.assume_filled puts there."""
     config: ModelConfig
     spec: CacheSpec
     cache_size: int
@@ -36,6 +36,7 @@ class Setup:
     kernels: bool = True
     source: str = "checkpoint"
     compile: bool = False
+    assumed: int = 0
 
     @property
     def chunk(self) -> int:
@@ -46,7 +47,8 @@ class Setup:
     @property
     def filled(self) -> int:
         """Slots that the last prefill chunk sees."""
-        return min(self.prompt_tokens or self.cache_size, self.cache_size)
+        prompt = self.cache_size if self.prompt_tokens is None else self.prompt_tokens
+        return min(self.assumed + prompt, self.cache_size)
 
     @property
     def gemm_bytes(self) -> int:
@@ -184,8 +186,11 @@ def block(s: Setup, T: int, filled: int) -> int:
 
 
 def prefill(s: Setup) -> int:
-    """Transients of the largest chunk."""
-    return block(s, s.chunk, s.filled)
+    """Transients of the largest chunk, or of Engine.assume_filled."""
+    c, n = s.config, min(s.assumed, 4096)
+    values = s.batch * c.n_kv_heads * n * c.head_dim
+    assuming = values * (2 * s.dtype.itemsize + (0 if s.kernels else 3 * FLOAT))
+    return max(block(s, s.chunk, s.filled), assuming)
 
 
 def decode(s: Setup) -> int:

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HERE = str(Path(__file__).resolve().parent)
-PARTS = ("linears", "embedding", "cache values", "cache scales", "mask", "file", "activations", "other")
 
 
 @dataclass
@@ -57,6 +56,10 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self.current_phase = before
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.began
 
     def name(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Say what tensors are: they count under `part`, from their birth on."""
@@ -117,7 +120,7 @@ class Tracker(TorchDispatchMode):
     def _count(self, change: int, held: Storage) -> None:
         self.live_bytes += change
         if self.on_change:
-            self.on_change(time.perf_counter() - self.began, change, held)
+            self.on_change(self.now(), change, held)
         if change > 0:
             self._note_peak()
 
@@ -157,14 +160,10 @@ def _part(tensor: Tensor, line: str, file: str, operator: str) -> str:
     return "other" if file in ("load.py", "quantize.py", "") and line else "activations"
 
 
-def name_weights(tracker: Tracker, model: nn.Module) -> None:
-    """Name a model's tensors: the embedding (its tied output layer too), and all else that is no cache."""
-    tracker.name("linears", [*model.parameters(), *(x for x in model.buffers() if x is not None)])
+def name_tensors(tracker: Tracker, model: nn.Module) -> None:
+    """Name a model's tensors and those of its caches, whatever these register; tied: the embedding."""
+    tracker.name("linears", [*model.parameters(), *model.buffers()])
     tracker.name("embedding", [model.embed.weight])
-
-
-def name_caches(tracker: Tracker, model: nn.Module) -> None:
-    """Name the caches that a model has attached: whatever tensors they register."""
     for layer in model.layers:
         for name, tensor in layer.attention.cache.named_buffers():
             part = "mask" if "mask" in name else "cache scales" if "scale" in name else "cache values"

@@ -79,7 +79,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
 
 
 def pick_device(args: argparse.Namespace) -> torch.device:
-    """--device, or cuda where there is one; ValueError when it cannot be had."""
+    """--device, or cuda where there is one; ValueError when it cannot be had (--dry_run does without)."""
     if args.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -87,5 +87,7 @@ def pick_device(args: argparse.Namespace) -> torch.device:
     except RuntimeError as e:
         raise ValueError(f"--device {args.device!r} is no device; give cpu or cuda") from e
     if device.type == "cuda" and not torch.cuda.is_available():
+        if getattr(args, "dry_run", False):
+            return torch.device("cuda", device.index or 0)  # torch asks the driver for a missing index
         raise ValueError("--device cuda: this torch sees no CUDA device; give --device cpu")
     return device

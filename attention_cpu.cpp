@@ -124,6 +124,8 @@ void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const T
   write_one(start, v, v_values, v_scales, v_in, level);
 }
 
+constexpr int64_t kTokens = 16;  // of a call that are computed at a time
+
 // How the slots of a row are cut: by its length alone, so that the number of threads does not change results.
 struct Parts {
   int64_t slots, count;
@@ -195,7 +197,16 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
     a.q = {(char*)rotated.get(), 4 * Hq * T * D, 4 * T * D, 4 * D, 4};
     a.q_kind = kFloat32;
   }
-  attend_items(a, run, B);
+  std::vector<int64_t> starts(B);
+  for (int64_t t = 0; t < T; t += kTokens) {  // a block's queries and outputs stay in the core's own cache
+    Attention part = a;
+    part.T = T - t < kTokens ? T - t : kTokens;
+    part.q.data += t * a.q.s;
+    part.out.data += t * a.out.s;
+    for (int64_t b = 0; b < B; b++) starts[b] = a.start[b] + t;
+    part.start = starts.data();
+    attend_items(part, run, B);
+  }
   return y;
 }
 

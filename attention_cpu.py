@@ -1,10 +1,10 @@
-"""Decode attention on the CPU in C++: integer dot products over the cache of kv_cache.py, by all threads.
+"""Attention on the CPU in C++: integer dot products over the cache of kv_cache.py, by all threads.
 
     load()       builds the extension once (about 15 s of compiler) and loads it; "" when it can be used, else
                  the reason in one line
     available()  whether it can be used
     CpuKVCache   a KVCache whose write and attend are one C++ operator each; what the kernels do not serve
-                 (long T, storage orders whose head_dim is not innermost, float16, mask tables) takes the
+                 (storage orders whose head_dim is not innermost, float16, mask tables) takes the
                  plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
@@ -20,7 +20,6 @@ from cpu_extension import X86, Unit, build_and_load
 from kv_cache import KVCache
 
 LEVELS = ("portable C++", "AVX2", "AVX-512 VNNI")  # instruction sets that the kernels are compiled for
-MAX_TOKENS = 32  # tokens of a call that the kernels take; from there on blocks of GEMMs are faster
 MAX_HEAD_DIM, MAX_PACKED_HEAD_DIM = 512, 256  # kMaxHeadDim of the kernels; the same at 4 bits
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
              "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
@@ -98,7 +97,7 @@ class CpuKVCache(KVCache):
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
-        if not (rows_whole and q.shape[2] <= MAX_TOKENS and self.causal_mask == "none" and self._serves(q)):
+        if not (rows_whole and self.causal_mask == "none" and self._serves(q)):
             return super().attend(q, start)
         return torch.ops.gpt_long_cpu.attend(q, start, self.k_values, self.k_scales, self.v_values,
                                              self.v_scales, self.q_in, self.v_out, self.level)

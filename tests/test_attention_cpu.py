@@ -130,13 +130,20 @@ def test_largest_integers_do_not_overflow():
 
 
 def test_what_is_not_served_takes_the_plain_path():
-    many = attention_cpu.MAX_TOKENS + 1
-    for spec, tokens in ((CacheSpec(8, 8, "d", "bhds", "bhsd"), 1), (CacheSpec(8, 8), many)):
-        caches = pair(spec, 1, 2, 200, 32)
-        position = fill(caches, [100], tokens)
-        q = torch.randn(1, 4, tokens, 32, dtype=torch.bfloat16)
-        ours, plain = (cache.attend(q, position) for cache in caches)
-        assert torch.equal(ours, plain)
+    caches = pair(CacheSpec(8, 8, "d", "bhds", "bhsd"), 1, 2, 200, 32)
+    position = fill(caches, [100], 1)
+    q = torch.randn(1, 4, 1, 32, dtype=torch.bfloat16)
+    ours, plain = (cache.attend(q, position) for cache in caches)
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", None])
+def test_a_long_chunk_equals_the_plain_path(kind):
+    caches = pair(CacheSpec.parse(kind), 2, 2, 300, 64)
+    position = fill(caches, [100, 3], 90)
+    caches[0].k_values.copy_(caches[1].k_values), caches[0].v_values.copy_(caches[1].v_values)
+    q = torch.randn(2, 6, 90, 64, dtype=torch.bfloat16)
+    assert_near(caches[0].attend(q, position), caches[1].attend(q.float(), position))
 
 
 def test_tokens_past_the_cache_are_refused():

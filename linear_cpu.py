@@ -121,6 +121,17 @@ class CpuInt8Linear(Int8Linear):
         return y if self.bias is None else y + self.bias
 
 
+class WideLinear(nn.Linear):
+    """A bfloat16 nn.Linear that multiplies in float32, a slab of its weight at a time: AVX2 has no bfloat16
+    arithmetic, and what stands in for it is many times slower."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = max((1 << 20) // self.in_features, 1)
+        y = torch.cat([F.linear(x.float(), rows.float()) for rows in self.weight.split(step)], dim=-1)
+        y = y.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
 def _converted(layer: nn.Module) -> nn.Module | None:
     """The layer over panels that does the same, or None when there is none."""
     if type(layer) is Int4Linear and layer.weight.device.type == "cpu":
@@ -131,7 +142,7 @@ def _converted(layer: nn.Module) -> nn.Module | None:
 
 
 def use_cpu_kernels(model: nn.Module) -> str:
-    """Replace the quantized linear layers of `model`, one by one.  "" when done, else why PyTorch's stay.
+    """Replace the linear layers of `model`, one by one.  "" when done, else why PyTorch's stay.
 
     The weights move into large pages, one layer behind the other.
     """
@@ -143,7 +154,9 @@ def use_cpu_kernels(model: nn.Module) -> str:
     parents = [m for m in model.modules() if any(m.children())]  # a list of all would keep every old layer
     for parent in parents:
         for name, child in parent.named_children():
-            if new := _converted(child):
+            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
+                child.__class__ = WideLinear  # the same weight, which the embedding may share
+            elif new := _converted(child):
                 for buffer, tensor in new.named_buffers():
                     setattr(new, buffer, memory.place(tensor))
                 setattr(parent, name, new)

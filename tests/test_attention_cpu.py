@@ -20,11 +20,15 @@ def extension():
         pytest.skip(reason)
 
 
+def poison_of(buffer: torch.Tensor) -> float:
+    return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
 def poison(cache: KVCache) -> None:
     """Fill every slot with what must never matter."""
     for buffer in (getattr(cache, name) for name in BUFFERS):
         if buffer is not None:
-            buffer.fill_(float("nan") if buffer.is_floating_point() else -128)
+            buffer.fill_(poison_of(buffer))
 
 
 def pair(spec: CacheSpec, batch: int, heads: int, slots: int, dim: int,
@@ -39,7 +43,8 @@ def pair(spec: CacheSpec, batch: int, heads: int, slots: int, dim: int,
 
 def fill(caches: tuple[KVCache, ...], start: list[int], tokens: int, seed: int = 0) -> torch.Tensor:
     """Write start[b] + tokens random tokens into each row b; returns start as a tensor."""
-    batch, heads, _, dim = caches[0].k_values.shape
+    batch, heads = caches[0].k_values.shape[:2]
+    dim = caches[0].head_dim
     generator, dtype = torch.Generator().manual_seed(seed), caches[0].spec.dtype
     k, v = (torch.randn(batch, heads, max(start) + tokens, dim, generator=generator) for _ in range(2))
     k[:, :, :2] *= 8  # the first tokens of real models hold outliers
@@ -48,7 +53,7 @@ def fill(caches: tuple[KVCache, ...], start: list[int], tokens: int, seed: int =
         for row, first in enumerate(start):  # what a shorter row does not have is poison again
             for buffer in (getattr(cache, name) for name in BUFFERS):
                 if buffer is not None:
-                    buffer[row, :, first + tokens:] = float("nan") if buffer.is_floating_point() else -128
+                    buffer[row, :, first + tokens:] = poison_of(buffer)
     return torch.tensor(start)
 
 

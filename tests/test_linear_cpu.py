@@ -188,3 +188,12 @@ def test_a_failed_build_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path) -> N
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert "no C++ compiler" in build_and_load("broken", unit)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_wide_linear_multiplies_in_float32(rows):
+    layer = torch.nn.Linear(600, 4000, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(2, rows, 600, dtype=torch.bfloat16)
+    exact = torch.nn.functional.linear(x.float(), layer.weight.float()).bfloat16() + layer.bias
+    layer.__class__ = linear_cpu.WideLinear
+    torch.testing.assert_close(layer(x), exact)

@@ -1,15 +1,18 @@
 """A model in memory, from a checkpoint or from random numbers, never holding its weights twice.
 
-The transformer is built without storage, then filled one layer at a time: a layer's tensors are mapped from
-the file, moved, packed, and unmapped before the next.  With `quantization` given, the full-precision weights
-of one layer are all that ever stands beside the packed ones.
+The transformer is built without storage, then filled one layer at a time: a layer's tensors are read from the
+mapped file, moved, packed, and their pages dropped before the next.  With `quantization` given, the
+full-precision weights of one layer are all that ever stands beside the packed ones.
 """
+import ctypes
+import mmap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import quantize
 from cpu_extension import trim_heap
@@ -19,14 +22,16 @@ Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop 
 
 
 class CheckpointSource:
-    """Tensors of a model.pth, mapped anew for every layer so that its pages leave memory with it."""
+    """Tensors of a mapped model.pth, each given out once; `release` lets its pages leave memory."""
+    borrows = True  # its tensors are the file's, to be copied
 
     def __init__(self, path: Path, quantization: str | None) -> None:
         quantize.check_scheme(quantization)
         if not path.is_file():
             raise ValueError(f"no checkpoint at {path}; convert one first (see README.md)")
         self.path = path
-        stored = self._open().get(quantize.SCHEME_KEY)
+        self.state = self._open()
+        stored = self.state.get(quantize.SCHEME_KEY)
         if stored and quantization not in (None, stored):
             raise ValueError(f"{path} is stored as {stored}; it cannot become {quantization}")
         self.packed, self.scheme = stored is not None, stored or quantization
@@ -39,11 +44,11 @@ class CheckpointSource:
             raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}") from e
 
     def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        state = self._open()
         prefix = f"{name}."
-        found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        keys = [key for key in self.state if key.startswith(prefix)]
+        found = {key.removeprefix(prefix): self.state.pop(key) for key in keys}
         if not found and name == "lm_head":  # tied
-            found = {"weight": state["embed.weight"]}
+            found = {"weight": self.state["embed.weight"]}
         needed = [key for key in ("weight", "bias") if getattr(module, key, None) is not None]
         missing = [prefix + key for key in needed if key not in found]
         if missing:
@@ -54,8 +59,20 @@ class CheckpointSource:
         return found
 
 
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Drop the file's pages of tensors that have been read; reading them again would bring them back."""
+        if not hasattr(mmap, "MADV_DONTNEED") or is_in_torch_dispatch_mode():  # fake tensors have no address
+            return
+        for tensor in tensors:
+            first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only
+            size = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            if size > 0:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
 class RandomSource:
     """Random tensors of the right shapes, made directly in the packed form."""
+    borrows = False
 
     def __init__(self, quantization: str | None, device: torch.device | str, dtype: torch.dtype) -> None:
         quantize.check_scheme(quantization)
@@ -74,6 +91,9 @@ class RandomSource:
         if getattr(module, "bias", None) is not None:
             made["bias"] = torch.zeros(module.bias.shape, dtype=self.dtype, device=self.device)
         return made
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: the model keeps them."""
 
 
 def load_checkpoint(path: Path, config: ModelConfig, device: torch.device | str = "cpu",
@@ -111,20 +131,19 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
         if name == "lm_head" and shares_embedding:
             continue
         tensors = source(name, leaves[name])
+        given = list(tensors.values())
         if isinstance(leaves[name], nn.Linear) and source.scheme is not None:
             model.set_submodule(name, _packed_linear(tensors, source, device, dtype))
         else:
             for key, value in tensors.items():
-                setattr(leaves[name], key, _own(value, device, dtype))
+                value = value.to(device, dtype, copy=source.borrows)
+                setattr(leaves[name], key, nn.Parameter(value, requires_grad=False))
+        source.release(given)
+        del tensors, given  # before the next layer's
     if shares_embedding:
         model.lm_head.weight = model.embed.weight
     trim_heap()
     return model.eval()
-
-
-def _own(value: Tensor, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """A copy that outlives the mapped file."""
-    return nn.Parameter(value.to(device, dtype, copy=True), requires_grad=False)
 
 
 def _packed_linear(tensors: dict[str, Tensor], source: CheckpointSource | RandomSource,
@@ -132,7 +151,7 @@ def _packed_linear(tensors: dict[str, Tensor], source: CheckpointSource | Random
     bias = tensors.pop("bias", None)
     if not source.packed:
         tensors = quantize.pack(tensors["weight"].to(device), source.scheme)
-    elif isinstance(source, CheckpointSource):
+    elif source.borrows:
         tensors = {key: value.to(device, copy=True) for key, value in tensors.items()}
     bias = None if bias is None else bias.to(device, dtype, copy=True)
     return quantize.linear(tensors, source.scheme, bias)

@@ -121,7 +121,7 @@ def refusal(setup: Setup, available: int) -> str | None:
     plan = make_plan(setup)
     if plan.total_bytes <= available:
         return None
-    said = f"{plan.line()}, but {_gb(available)} GB are free; "
+    said = f"{_gb(plan.total_bytes)} GB do not fit in the {_gb(available)} GB that are free; "
     better = best_that_fits(setup, available)
     shorter = longest_context(setup, available)
     ways = [f"give {scheme_flags(*better)}"] if better else []

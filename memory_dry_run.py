@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from inference import Engine
@@ -22,10 +21,13 @@ def dry_run(load: Callable[[], object], make_engine: Callable[[object], Engine],
 
     make_engine takes what load returns; not compiled.  start: tokens assumed to be in the cache before.
     """
-    tracker = Tracker(device.type)
-    with FakeTensorMode(), tracker, _OperatorIndexing(), torch.inference_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second of imports, needed here only
+    tracker, fake = Tracker(device.type), FakeTensorMode()
+    with fake, tracker, _OperatorIndexing(), torch.inference_mode():
         with tracker.phase("load"):
+            fake.cache_enabled = False  # its keys would keep the file's storages
             loaded = load()
+            fake.cache_enabled = True
         with tracker.phase("cache"):
             engine = make_engine(loaded)
         name_tensors(tracker, engine.model)
@@ -78,7 +80,8 @@ class _OperatorIndexing(TorchFunctionMode):
         part = _index(x, index if isinstance(index, tuple) else (index,))
         if not value:
             return part
-        return part.copy_(value[0]) if isinstance(value[0], Tensor) else part.fill_(value[0])
+        aten = torch.ops.aten
+        return (aten.copy_ if isinstance(value[0], Tensor) else aten.fill_.Scalar)(part, value[0])
 
 
 def _index(x: Tensor, index: tuple) -> Tensor:

@@ -15,7 +15,7 @@ from model import ModelConfig
 FLOAT = 4  # bytes of float32
 RUNTIME_CPU = 30_000_000  # code pages, BLAS buffers and the heap's holes: 15 to 45 MB measured
 COMPILER_CPU = 265_000_000  # torch.compile's Python, measured
-PACK_SLAB = {"int4": 45, "int8": 13}  # bytes per weight of a slab while it is rounded (quantize.*Linear.pack)
+PACK_SLAB = {"int4": 26, "int8": 13}  # bytes per weight of a slab while it is rounded (quantize.*Linear.pack)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,14 @@ class Setup:
 
     @property
     def linear_kernels(self) -> bool:
-        """Whether linear_cpu.py serves the quantized layers."""
+        """Whether linear_cpu.py serves the linear layers."""
         return self.kernels and self.device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+    @property
+    def attention_kernels(self) -> bool:
+        """Whether attention_cpu.py serves the cache."""
+        innermost = self.spec.k_layout[-1] + self.spec.v_layout[-1] == "dd"
+        return self.kernels and self.device == "cpu" and innermost and self.config.head_dim % 16 == 0
 
 
 # ---- what stays ----
@@ -114,8 +120,12 @@ def linear(s: Setup, M: int, N: int, K: int) -> int:
     """Peak of y = layer(x) beyond x, y included (quantize.py, linear_cpu.py)."""
     a, g, out = s.dtype.itemsize, s.gemm_bytes, M * N * s.dtype.itemsize
     few = M < quantize.MANY_ROWS and a == 2
-    if s.quantization is None or s.linear_kernels:
-        return out
+    if s.quantization is None:
+        wide = s.linear_kernels and s.dtype == torch.bfloat16  # linear_cpu.WideLinear
+        return max(2 * M * N, M * N + M * K + (1 << 20)) * FLOAT if wide else out
+    if s.linear_kernels:
+        dynamic = M * (2 * N * FLOAT + K * a) if s.quantization == "int8dq" else 0
+        return out + M * K * 2 + dynamic  # activations as 16-bit integers
     slab = min(quantize.SLAB_VALUES, N * K)
     rows = M * K * g if g != a else 0
     if s.quantization.startswith("int8"):
@@ -141,8 +151,8 @@ def attention(s: Setup, T: int, filled: int) -> int:
     if s.device == "cuda" and s.kernels and a == 2:
         own = 2 * B * (Hq + H) * T * D * a
         return own + 2 * B * H * min(4096, filled) * D * a + B * Hq * T * D * (2 * FLOAT + a)
-    if s.device == "cpu" and s.kernels and T <= 32:
-        return B * Hq * T * D * a
+    if s.attention_kernels:
+        return B * Hq * T * D * (a + FLOAT * (s.spec.k_bits == 4))
     g = a if s.device != "cpu" else s.gemm_bytes if T * Hq // H >= 32 else FLOAT
     n, rows = min(BLOCK_SLOTS, filled), B * Hq * T
     four = 4 in (s.spec.k_bits, s.spec.v_bits)
@@ -215,7 +225,8 @@ def loading(s: Setup) -> int:
     blocks = layer_shapes(c)
     output = 0 if c.tie_word_embeddings and s.quantization is None else linear_bytes(s, c.vocab_size, c.dim)
     peaks = [_load_linear(s, c.vocab_size, c.dim)] if output else []
-    peaks.append(output + 2 * embedding if s.source == "random" or s.device == "cpu" else output + embedding)
+    paged = s.source != "random" and s.device == "cpu"  # resident memory counts what is read of the file
+    peaks.append(output + embedding * (1 + paged))
     after = linears + embedding - c.dim * a
     for N, K, bias in reversed(blocks):  # of the last block
         after -= linear_bytes(s, N, K) + N * a * bias
@@ -230,15 +241,15 @@ def _load_linear(s: Setup, N: int, K: int) -> int:
     """Peak while one linear layer is loaded, itself included."""
     packed, full = linear_bytes(s, N, K), N * K * s.dtype.itemsize
     slab = min(quantize.SLAB_VALUES, N * K)
-    in_memory = s.source == "random" or s.device == "cpu"  # file pages count in resident memory only
+    paged = s.source != "random" and s.device == "cpu"
     if s.quantization is None:
-        return full * 2 if in_memory else full
+        return full * (1 + paged)
     kernel_order = 0  # int4 weights are brought into the order of torch's kernels
     if s.quantization.startswith("int4"):
         kernel_order = packed + slab * 8 if s.device == "cpu" else 3 * packed
     if s.source == "random":
         return packed + kernel_order
     if s.source == "packed":
-        return packed + max(kernel_order, packed if in_memory else 0)
+        return packed + max(kernel_order, packed * paged)
     rounding = slab * PACK_SLAB[s.quantization[:4]]
     return full + packed + max(rounding, kernel_order)

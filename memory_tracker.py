@@ -9,6 +9,7 @@ from a checkpoint) counts from its first use: that is when its pages come into m
 inside themselves and free before they return is not seen.
 """
 import contextlib
+import functools
 import sys
 import time
 import weakref
@@ -18,8 +19,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 HERE = str(Path(__file__).resolve().parent)
 
@@ -79,33 +80,28 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._is_composite(func):
+        if _is_composite(func):
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        self._see(tree_leaves((args, kwargs)), "")
+        self._see((args, kwargs), None)
         out = func(*args, **kwargs)
-        self._see(tree_leaves(out), str(func).removesuffix(".default"))
+        if func is not torch.ops.aten.set_.source_Storage_storage_offset:  # torch.load: nothing is read yet
+            self._see(out, func)
         return out
 
-    @staticmethod
-    def _is_composite(func) -> bool:
-        """Whether the operator is made of others, which then can be seen one by one."""
-        if func.namespace == "prim":
-            return False
-        key = "CompositeImplicitAutograd"
-        return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-    def _see(self, leaves: list, operator: str) -> None:
-        for tensor in leaves:
-            if not isinstance(tensor, Tensor) or tensor.device.type != self.device_type:
+    def _see(self, values: object, func: OpOverload | None) -> None:
+        """Start to count the storages that are new: results of an operator, or arguments used first."""
+        for tensor in _tensors(values):
+            if tensor.device.type != self.device_type:
                 continue
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
             if key in self.live or nbytes == 0:
                 continue
             line, file = _line_of_project()
+            operator = str(func).removesuffix(".default") if func else ""
             from_file = not operator and self.current_phase == "load"
             part = "file" if from_file else _part(tensor, line, file, operator)
             held = Storage(nbytes, f"{line} ({operator or 'first use'})", self.current_phase, part)
@@ -130,6 +126,25 @@ class Tracker(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.at_peak = list(self.live.values())
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    """Whether an operator is made of others, which then can be seen one by one."""
+    if func.namespace == "prim":
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    """The tensors in an operator's arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -103,7 +103,7 @@ class Engine:
     cache_class: type[KVCache] = KVCache
     compile: bool = False
     compile_prefill: bool = False
-    calibrated: bool = True  # fit the bases of a 4-bit cache to the model (a prefill of 512 tokens)
+    calibrated: bool = True  # fit the bases of a 4-bit cache to the model (a prefill of 1024 tokens)
     timing: Timing = field(default_factory=Timing)
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ KINDS = {None: "16,16", "none": "16,16", "int8": "8,8", "int4": "4,4", "k8v4": "
 LEVELS = (-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127)
 SIGMA = 127 / 2.7326  # one standard deviation of that Gaussian, in levels
 SCALE_TRIALS = (0.85, 0.92, 1.0, 1.08, 1.16)  # shares of the root mean square from which a scale is fitted
-STRONG = 8  # coordinates of a 4-bit vector that keep 8 bits
+K_STRONG, V_STRONG = 16, 8  # coordinates of a 4-bit vector that keep 8 bits
 
 
 def parse_layout(text: str) -> str:
@@ -45,7 +45,7 @@ def parse_layout(text: str) -> str:
 @dataclass(frozen=True)
 class CacheSpec:
     """What a cache stores.  Bits of K and V: 16 (as `dtype`), 8 (integers with a scale of 2 bytes), or 4
-    (the same in a rotated basis, whose first k_strong or v_strong coordinates keep 8 bits).
+    (the same in a rotated basis, whose first k_strong or v_strong coordinates, at most half, keep 8 bits).
 
     axis: what one scale spans, `d` (a token of one head) or `hd` (a token of all heads; not at 4 bits, where
     every head has a basis of its own).
@@ -56,8 +56,8 @@ class CacheSpec:
     k_layout: str = "bhsd"
     v_layout: str = "bhsd"
     dtype: torch.dtype = torch.bfloat16
-    k_strong: int = STRONG
-    v_strong: int = STRONG
+    k_strong: int = K_STRONG
+    v_strong: int = V_STRONG
 
     def __post_init__(self) -> None:
         for name, bits in (("K", self.k_bits), ("V", self.v_bits)):
@@ -76,7 +76,7 @@ class CacheSpec:
 
     @classmethod
     def parse(cls, kind: str | None = None, axis: str = "d", layout: str = "bhsd",
-              dtype: torch.dtype = torch.bfloat16, strong: str = f"{STRONG},{STRONG}") -> "CacheSpec":
+              dtype: torch.dtype = torch.bfloat16, strong: str = f"{K_STRONG},{V_STRONG}") -> "CacheSpec":
         """From command-line words.  kind: one of KINDS, or "K,V" bits; layout: one for both, or "K,V";
         strong: "K,V" coordinates of 8 bits."""
         bits = KINDS.get(kind, kind).split(",")
@@ -93,7 +93,7 @@ class CacheSpec:
 
     def row_bytes(self, bits: int, strong: int, D: int) -> int:
         """Bytes of one stored vector, its scale apart."""
-        return {16: D * self.dtype.itemsize, 8: D, 4: (D + strong) // 2}[bits]
+        return {16: D * self.dtype.itemsize, 8: D, 4: (D + min(strong, D // 2)) // 2}[bits]
 
     def value_bytes(self, B: int, H: int, S: int, D: int) -> int:
         """Bytes of the stored K and V values of one layer."""
@@ -315,6 +315,7 @@ class KVCache(nn.Module):
             scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
             scales = scales.permute([order.index(axis) for axis in "bhs"])
         if bits == 4:
+            strong = 2 * sizes["d"] - D
             into, back = (m.to(device).repeat(sizes["h"], 1, 1) for m in default_basis(D, strong))
         self.register_buffer(f"{name}_scales", scales, persistent=False)
         self.register_buffer(f"{name}_in", into, persistent=False)

@@ -7,8 +7,8 @@ RoPE.  That is least for A = M^(1/2) U, M the geometric mean of Cq and the inver
 Positive Definite Matrices, ch. 4), with any rotation U.  U sorts the coordinates by energy: the first few,
 which carry outliers and mean, keep 8 bits; the rest are mixed until they look Gaussian, as LEVELS expect.
 
-The moments come from a fixed pseudo-random token sequence, so no text is needed and every run finds the same
-bases.  A token's stored form depends on that token alone.
+The moments come from fixed pseudo-random tokens at positions up to the model's longest, so no text is needed
+and every run finds the same bases.  A token's stored form depends on that token alone.
 """
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from kv_cache import SIGMA, CacheSpec, KVCache, attach, detach, mixing
 
-ROWS, LENGTH, SKIP = 8, 64, 4  # sequences, their tokens, and those at the front (sinks) that do not count
-SPAN = 2048  # the sequences stand at positions spread over so many
+ROWS, LENGTH, SKIP = 32, 32, 4  # sequences, their tokens, and those at the front (sinks) that do not count
 HEADROOM = 4.0  # a strong coordinate reaches 127 at its mean plus so many standard deviations
-SHRINK = 0.3  # share of the identity in second moments: what 512 tokens cannot tell
+SHRINK = 0.3  # share of the identity in second moments: what a thousand tokens cannot tell
 
 
 class _Moments:
@@ -50,11 +49,11 @@ def calibrate(model: nn.Module) -> list[_Moments]:
     moments = [_Moments() for _ in model.layers]
     for layer, cache in zip(model.layers, moments, strict=True):
         layer.attention.cache = cache
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, min(4096, model.config.vocab_size), (ROWS, LENGTH), generator=generator)
+    ids = (torch.arange(ROWS * LENGTH) * 2654435761 % 2 ** 32 >> 16) % min(4096, model.config.vocab_size)
+    ids = ids.view(ROWS, LENGTH)
     device = model.norm.weight.device
-    span = min(SPAN, model.config.max_position_embeddings - LENGTH)
-    start = torch.arange(ROWS) * max(span, 0) // ROWS
+    span = max(model.config.max_position_embeddings - LENGTH, 0)
+    start = (torch.linspace(0, 1, ROWS) ** 3 * span).long()  # dense near the front
     with torch.inference_mode():
         model.hidden(ids.to(device), start.to(device))
     detach(model)
@@ -62,7 +61,7 @@ def calibrate(model: nn.Module) -> list[_Moments]:
 
 
 def attach_calibrated(model: nn.Module, spec: CacheSpec, *args: object, **options: object) -> None:
-    """kv_cache.attach, with bases that suit the model where caches have 4 bits (a prefill of 512 tokens)."""
+    """kv_cache.attach, with bases that suit the model where caches have 4 bits (a prefill of 1024 tokens)."""
     moments = calibrate(model) if 4 in (spec.k_bits, spec.v_bits) else None
     attach(model, spec, *args, **options)
     if moments is not None:
@@ -74,11 +73,13 @@ def set_bases(cache: KVCache, moments: _Moments) -> None:
     """Give a fresh 4-bit cache the bases that suit these moments, where it needs them."""
     spec = cache.spec
     if spec.k_bits == 4:
-        into, back = basis(moments.k, moments.q, moments.k_mean, spec.k_strong)
+        strong = 2 * cache.k_values.shape[-1] - cache.head_dim
+        into, back = basis(moments.k, moments.q, moments.k_mean, strong)
         cache.k_in, cache.q_in = into, back
     if spec.v_bits == 4:
         white = torch.eye(cache.head_dim, dtype=torch.float64, device=moments.v.device).expand_as(moments.v)
-        into, back = basis(moments.v, white, moments.v_mean, spec.v_strong)
+        strong = 2 * cache.v_values.shape[-1] - cache.head_dim
+        into, back = basis(moments.v, white, moments.v_mean, strong)
         cache.v_in, cache.v_out = into, back.mT.contiguous()
 
 

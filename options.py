@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kv_cache import CAUSAL_MASKS, STRONG, CacheSpec
+from kv_cache import CAUSAL_MASKS, K_STRONG, V_STRONG, CacheSpec
 from quantize import SCHEMES, check_scheme
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,7 +45,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
                        help="int8 (also when given alone), int4, k8v4, or bits K,V: 8,16 (default: 16 bits)")
     group.add_argument("--kv_quant_axis", default="d", metavar="AXIS",
                        help="what shares a scale: d (token of a head) or hd (token) (default %(default)s)")
-    group.add_argument("--kv_strong", default=f"{STRONG},{STRONG}", metavar="K,V",
+    group.add_argument("--kv_strong", default=f"{K_STRONG},{V_STRONG}", metavar="K,V",
                        help="coordinates that a 4-bit K or V keeps at 8 bits (default %(default)s)")
     group.add_argument("--kv_cache_layout", default="bhsd", metavar="ORDER",
                        help="storage order of axes b, h, s, d: letters, or MaxText's digits (0213 = bhsd); "

@@ -59,7 +59,8 @@ def fill(caches: tuple[KVCache, ...], start: list[int], tokens: int, seed: int =
 
 def assert_near(y: torch.Tensor, exact: torch.Tensor) -> None:
     """Equal to within the rounding of y's dtype (bfloat16), or of the 16-bit integers inside (float32)."""
-    rtol, atol = (2 ** -8, 2 ** -10) if y.dtype == torch.bfloat16 else (1e-4, 3e-4)
+    wide = max(y.shape[-1] / 64, 1) ** 0.5  # rounded queries add up over head_dim
+    rtol, atol = (2 ** -8, 2 ** -10) if y.dtype == torch.bfloat16 else (1e-4, 3e-4 * wide)
     torch.testing.assert_close(y.float(), exact, rtol=rtol, atol=atol * exact.abs().max().item())
 
 

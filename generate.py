@@ -206,6 +206,9 @@ def check_memory(job: Job) -> memory.Plan:
     planned, free = memory.make_plan(job.setup), memory.available_bytes(job.device)
     print(planned.line(), file=sys.stderr)
     refused = memory.refusal(job.setup, free) if free is not None and not job.args.force else None
+    if refused and job.args.write_result:
+        planned_row = {"peak_memory_bytes": planned.total_bytes, "peak_memory_how": "planned, not run"}
+        report.append_json(job.args.write_result, base_row(job) | planned_row)
     if refused:
         raise ValueError(refused)
     return planned

@@ -9,20 +9,18 @@
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
 out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp,
-attention_cpu_vector.h and attention_cpu_packed.h.
+cpu_vector.h and attention_cpu_packed.h.
 """
 import functools
 
 import torch
 from torch import Tensor
 
-from cpu_extension import X86, Unit, build_and_load
+from cpu_extension import X86, X86_FLAGS, Unit, build_and_load
 from kv_cache import KVCache
 
 LEVELS = ("portable C++", "AVX2", "AVX-512 VNNI")  # instruction sets that the kernels are compiled for
 MAX_HEAD_DIM, MAX_PACKED_HEAD_DIM = 512, 256  # kMaxHeadDim of the kernels; the same at 4 bits
-X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
-             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
 
 
 def _kernels(name: str, flags: tuple[str, ...] = ()) -> Unit:
@@ -55,7 +53,7 @@ def _huge_pages_fake(x: Tensor) -> None:
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
-    headers = ("attention_cpu.h", "attention_cpu_vector.h", "attention_cpu_packed.h")
+    headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)

@@ -11,7 +11,7 @@
 // int32 cannot overflow: 32767 * 127 * 512 < 2^31, and no sum is longer than 512 (D <= 512, kTile <= 512).
 // A 16-bit cache takes the same steps in float32; 4-bit rows become int8, a tile at a time.
 #include "attention_cpu.h"
-#include "attention_cpu_vector.h"
+#include "cpu_vector.h"
 #include "attention_cpu_packed.h"
 
 #include <cmath>

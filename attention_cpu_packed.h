@@ -2,7 +2,7 @@
 // first half of the others in the low nibbles and the second half in the high ones.
 #pragma once
 #include "attention_cpu.h"
-#include "attention_cpu_vector.h"
+#include "cpu_vector.h"
 
 #include <cmath>
 

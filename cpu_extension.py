@@ -1,8 +1,8 @@
 """What the CPU's fast paths share: C++ extensions, compiled once and kept under ~/.cache/gpt-long; memory.
 
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
-    HugePages, trim_heap                    memory in 2 MB pages; freed memory back to the system
     HugePages().place(tensor)               a copy of the tensor in pages of 2 MB
+    separate_allocations(), trim_heap()     freed memory back to the system
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
 sets without one of them leaking into the others.  Needs torch only.
@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
+             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -101,6 +103,23 @@ def build_and_load(name: str, units: Sequence[Unit], headers: Sequence[str] = ()
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         return f"{name} could not be built: " + " ".join(str(getattr(error, "stderr", None) or error).split())
     return ""
+
+
+@contextlib.contextmanager
+def separate_allocations() -> Iterator[None]:
+    """Memory for each large tensor made inside comes from the system and goes back there when it is freed;
+    the C library (glibc) would keep holes in its heap.  Costs page faults, so it is for loading.  Afterwards
+    its two limits are where it would have moved them by itself."""
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+    try:
+        yield
+    finally:
+        trim_heap()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(mmap_threshold, 32 << 20)
+            ctypes.CDLL(None).mallopt(trim_threshold, 64 << 20)
 
 
 def trim_heap() -> None:

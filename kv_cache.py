@@ -131,7 +131,7 @@ def quantize4(x: Tensor, strong: int) -> tuple[Tensor, Tensor]:
     The scale is the best, by squared error, of least-squares fits from SCALE_TRIALS, and wide enough for
     the strong ones.
     """
-    levels = torch.tensor(LEVELS, dtype=torch.float32, device=x.device)
+    levels = torch.tensor(LEVELS, dtype=torch.float32).to(x.device)
     edges = (levels[1:] + levels[:-1]) / 2
     top, rest = x.float().split([strong, x.shape[-1] - strong], dim=-1)
     rms = rest.square().mean(-1, keepdim=True).sqrt().clamp_min(SCALE_EPS) / SIGMA
@@ -156,7 +156,7 @@ def integers(values: Tensor, D: int) -> Tensor:
         return values
     strong = 2 * values.shape[-1] - D
     top, pairs = values.split([strong, values.shape[-1] - strong], dim=-1)
-    levels = torch.tensor(LEVELS, dtype=torch.int8, device=values.device)
+    levels = torch.tensor(LEVELS, dtype=torch.int8).to(values.device)
     nibbles = torch.cat([pairs & 15, pairs >> 4], dim=-1)
     return torch.cat([top.contiguous().view(torch.int8), levels[nibbles.int()]], dim=-1)
 

@@ -10,11 +10,19 @@
 
 using at::Tensor;
 
-extern "C" const LinearKernels gpt_long_linear_avx2;
+extern "C" const LinearKernels gpt_long_linear_avx2, gpt_long_linear_avx512;
 
 namespace {
 
 constexpr int64_t kSmall = 1 << 17;  // products; with fewer a parallel region costs more than it saves
+
+// Outputs of a panel that this processor's best kernels want.
+int64_t best_panel() {
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                __builtin_cpu_supports("avx512vnni");
+  return avx512 ? 16 : 8;
+}
 
 template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
   if (n <= grain) return work(0, n);
@@ -22,7 +30,9 @@ template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& wor
   torch_parallel_for(0, n, grain, call, (void*)&work);
 }
 
-Tensor run(const Tensor& x, Linear& a) {
+Tensor run(const Tensor& x, Linear& a, int64_t panel) {
+  TORCH_CHECK(panel == 8 || panel == best_panel(), "linear_cpu: panels have 8 outputs, with AVX-512 16, not ", panel);
+  const LinearKernels& kernels = panel == 8 ? gpt_long_linear_avx2 : gpt_long_linear_avx512;
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
               "linear_cpu: x is bfloat16 or float32, not ", x.scalar_type());
   TORCH_CHECK(x.size(-1) == a.K, "linear_cpu: x has ", x.size(-1), " inputs, the weight has ", a.K);
@@ -39,45 +49,46 @@ Tensor run(const Tensor& x, Linear& a) {
   std::unique_ptr<int16_t[]> values(new int16_t[a.M * a.K]);
   std::unique_ptr<float[]> facts(new float[3 * a.M * groups]);
   a.rows = {values.get(), facts.get(), facts.get() + a.M * groups, (int32_t*)facts.get() + 2 * a.M * groups};
-  in_parallel(a.M, kSmall / 2 / a.K + 1, [&](int64_t lo, int64_t hi) { gpt_long_linear_avx2.quantize(a, lo, hi); });
-  int64_t panels = (a.N + kPanel - 1) / kPanel, grain = kSmall / (a.M * a.K * kPanel) + 1;
-  in_parallel(panels, grain, [&](int64_t lo, int64_t hi) { gpt_long_linear_avx2.multiply(a, lo, hi); });
+  in_parallel(a.M, kSmall / 2 / a.K + 1, [&](int64_t lo, int64_t hi) { kernels.quantize(a, lo, hi); });
+  int64_t panels = (a.N + panel - 1) / panel, grain = kSmall / (a.M * a.K * panel) + 1;
+  in_parallel(panels, grain, [&](int64_t lo, int64_t hi) { kernels.multiply(a, lo, hi); });
   return y;
 }
 
-void check_weight(const Tensor& weight, int64_t n_outputs) {
-  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % kPanel == 0 &&
-                      (n_outputs + kPanel - 1) / kPanel * kPanel == weight.size(0) &&
-                      (uintptr_t)weight.data_ptr() % 32 == 0,
-              "linear_cpu: the weight is not in panels of 8 outputs");
+void check_weight(const Tensor& weight, int64_t n_outputs, int64_t panel) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() &&
+                      (n_outputs + panel - 1) / panel * panel == weight.size(0),
+              "linear_cpu: the weight is not in panels of ", panel, " outputs");
 }
 
 Tensor int4_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t group, int64_t n_outputs) {
-  check_weight(weight, n_outputs);
-  int64_t K = 2 * weight.size(1);
+  TORCH_CHECK(scales.dim() == 4, "linear_cpu: int4 weights want scales and zeros [panels, K/group, P, 2]");
+  int64_t K = 2 * weight.size(1), panel = scales.size(2);
+  check_weight(weight, n_outputs, panel);
   TORCH_CHECK(weight.scalar_type() == at::kByte && scales.scalar_type() == at::kBFloat16 && scales.is_contiguous() &&
-                      group >= 8 && group <= 256 && group % 8 == 0 && K % group == 0 &&
-                      scales.numel() == weight.size(0) * (K / group) * 2 && (uintptr_t)scales.data_ptr() % 32 == 0,
-              "linear_cpu: int4 weights want bfloat16 scales and zeros [panels, K/group, 8, 2], group 8 to 256");
+                      group >= 16 && group <= 256 && group % 16 == 0 && K % group == 0 &&
+                      scales.numel() == weight.size(0) * (K / group) * 2,
+              "linear_cpu: int4 weights want bfloat16 scales and zeros [panels, K/group, P, 2], group 16 to 256");
   Linear a = {};
   a.weight = (const uint8_t*)weight.data_ptr();
   a.scales = (const uint32_t*)scales.data_ptr();
   a.N = n_outputs, a.K = K, a.G = group, a.int4 = true;
-  return run(x, a);
+  return run(x, a, panel);
 }
 
 Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, int64_t n_outputs) {
-  check_weight(weight, n_outputs);
-  int64_t K = weight.size(1), group = 64;
-  while (group > 8 && K % group) group /= 2;
-  TORCH_CHECK(K % 8 == 0 && weight.scalar_type() == at::kChar && scales.scalar_type() == at::kBFloat16 &&
+  TORCH_CHECK(scales.dim() == 2, "linear_cpu: int8 weights want scales [panels, P]");
+  int64_t K = weight.size(1), group = 64, panel = scales.size(1);
+  check_weight(weight, n_outputs, panel);
+  while (group > panel && K % group) group /= 2;
+  TORCH_CHECK(K % group == 0 && weight.scalar_type() == at::kChar && scales.scalar_type() == at::kBFloat16 &&
                       scales.is_contiguous() && scales.numel() == weight.size(0),
-              "linear_cpu: int8 weights want a bfloat16 scale for each padded output, K a multiple of 8");
+              "linear_cpu: int8 weights want a bfloat16 scale for each padded output, K a multiple of P");
   Linear a = {};
   a.weight = (const uint8_t*)weight.data_ptr();
   a.row_scales = (const uint16_t*)scales.data_ptr();
   a.N = n_outputs, a.K = K, a.G = group;
-  return run(x, a);
+  return run(x, a, panel);
 }
 
 }  // namespace
@@ -85,6 +96,7 @@ Tensor int8_mm(const Tensor& x, const Tensor& weight, const Tensor& scales, int6
 TORCH_LIBRARY(gpt_long_cpu_linear, m) {
   m.def("int4_mm(Tensor x, Tensor weight, Tensor scales_and_zeros, int group, int n_outputs) -> Tensor");
   m.def("int8_mm(Tensor x, Tensor weight, Tensor scales, int n_outputs) -> Tensor");
+  m.def("panel() -> int", &best_panel);
 }
 TORCH_LIBRARY_IMPL(gpt_long_cpu_linear, CPU, m) {
   m.impl("int4_mm", &int4_mm);

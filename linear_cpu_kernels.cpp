@@ -1,64 +1,54 @@
-// The AVX2 kernels of linear_cpu.cpp, compiled for that instruction set alone and without PyTorch's headers.
+// The kernels of linear_cpu.cpp.  Compiled once per instruction set, with GPT_LONG_KERNELS=name and the compiler's
+// flags for it, and without PyTorch's headers (see attention_cpu_kernels.cpp).
 #include "linear_cpu.h"
-
-#include <immintrin.h>
+#include "cpu_vector.h"
 
 namespace {
 
-constexpr int kAhead = 2048;  // bytes of weights asked for early: 20 % on DRAM
+constexpr int kPanel = W;                // outputs of a panel
+constexpr int kRows = W == 16 ? 8 : 4;   // rows of x that share a pass over a panel: their sums stay in registers
+constexpr int kAhead = 2048;             // bytes of weights asked for early: 20 % on DRAM
+template <int R> constexpr int kSums = R >= 4 ? 1 : 4 / R;  // sums of a row: enough in flight to hide the latency
 
-inline __m256 from_bfloat16(const uint16_t* p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t UHalf __attribute__((vector_size(2 * W)));
+typedef uint16_t U16 __attribute__((vector_size(4 * W)));
+
+inline F widen_bfloat16(const uint16_t* p) { return (F)(__builtin_convertvector(load<UHalf>(p), U) << 16); }
+inline F load_floats(const uint16_t* p) { return widen_bfloat16(p); }
+inline F load_floats(const float* p) { return load<F>(p); }
+inline S broadcast(const int32_t* pair) { return (S)(I{} + *pair); }
+
+inline UHalf narrow_bfloat16(F x) {  // round half to even; NaN stays NaN
+  U bits = (U)x;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  bits = x == x ? bits : U{} + 0x7fc00000;
+  return __builtin_convertvector(bits >> 16, UHalf);
 }
 
-inline __m128i to_bfloat16(__m256 x) {  // round half to even; NaN stays NaN
-  __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc0), nan);
-  return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-}
-
-inline int32_t largest(__m256i x) {
-  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
-}
-
-inline int32_t sum(__m256i x) {
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
-}
-
-template <class T> inline __m256 load8(const T* p) {
-  if constexpr (sizeof(T) == 2) return from_bfloat16(p);
-  else return _mm256_loadu_ps(p);
-}
-
+// A row in groups of G: integers up to 32767 in magnitude, and a step.
 template <class T> void quantize_row(const Linear& a, int64_t m) {
+  const float shift = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const T* x = (const T*)a.x + m * a.K;
   int16_t* q = a.rows.values + m * a.K;
-  int64_t groups = a.K / a.G;
-  for (int64_t g = 0; g < groups; g++, x += a.G, q += a.G) {
-    __m256i most = _mm256_setzero_si256();  // of the absolute values' bits, where NaN stands above infinity
-    for (int64_t k = 0; k < a.G; k += 8) {
-      __m256i bits = _mm256_castps_si256(load8(x + k));
-      most = _mm256_max_epi32(most, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+  for (int64_t g = 0, at = m * (a.K / a.G); g < a.K / a.G; g++, at++, x += a.G, q += a.G) {
+    I most = {}, total = {};  // most: of the absolute values' bits, where NaN stands above infinity
+    for (int64_t k = 0; k < a.G; k += W) {
+      I bits = (I)load_floats(x + k) & 0x7fffffff;
+      most = most > bits ? most : bits;
     }
-    float peak = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(largest(most))));
-    __m256 inverse = _mm256_set1_ps(peak > 1e-30f ? 32767 / peak : 0);
-    __m256i total = _mm256_setzero_si256();
-    for (int64_t k = 0; k < a.G; k += 8) {
-      __m256i i = _mm256_cvtps_epi32(_mm256_mul_ps(load8(x + k), inverse));
-      total = _mm256_add_epi32(total, i);
-      __m128i packed = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
-      _mm_storeu_si128((__m128i*)(q + k), packed);
+    int32_t bits = 0, sum = 0;
+    for (int i = 0; i < W; i++) bits = bits > most[i] ? bits : most[i];
+    float peak = load<float>(&bits), inverse = peak > 1e-30f ? 32767 / peak : 0;
+    for (int64_t k = 0; k < a.G; k += W) {
+      I i = (I)(load_floats(x + k) * inverse + shift) - load<int32_t>(&shift);
+      total += i;
+      save(q + k, __builtin_convertvector(i, Half));
     }
-    int64_t at = m * groups + g;
+    for (int i = 0; i < W; i++) sum += total[i];
     a.rows.steps[at] = peak / 32767;
-    a.rows.sums[at] = peak / 32767 * sum(total);
-    a.rows.starts[at] = a.int4 ? -8 * sum(total) : 0;
+    a.rows.sums[at] = peak / 32767 * sum;
+    a.rows.starts[at] = a.int4 ? -8 * sum : 0;
   }
 }
 
@@ -66,94 +56,86 @@ void quantize(const Linear& a, int64_t first, int64_t last) {
   for (int64_t m = first; m < last; m++) a.bfloat16 ? quantize_row<uint16_t>(a, m) : quantize_row<float>(a, m);
 }
 
-inline void store(const Linear& a, int64_t m, int64_t panel, __m256 y) {
-  int64_t n = panel * kPanel, count = a.N - n < kPanel ? a.N - n : kPanel;
-  alignas(32) char all[32];
-  if (a.bfloat16) _mm_store_si128((__m128i*)all, to_bfloat16(y));
-  else _mm256_store_ps((float*)all, y);
-  int64_t size = a.bfloat16 ? 2 : 4;
-  char* out = (char*)a.out + (m * a.N + n) * size;
-  if (count == kPanel) __builtin_memcpy(out, all, 8 * size);
-  else __builtin_memcpy(out, all, count * size);
-}
-
-// The sum over `group` inputs of integer products, 8 outputs: total[i] += weight * x of row i.
+// The kSums sums over `group` inputs of integer products, for R rows: total[i] += weight * x of row i.
 template <int R> inline const uint8_t* dot4(const uint8_t* w, const int32_t* x, int64_t stride, int64_t group,
-                                            __m256i* total) {
-  const __m256i low = _mm256_set1_epi16(15);
-  for (int64_t k = 0; k < group; k += 8, w += 32, x += 4) {
-    _mm_prefetch((const char*)w + kAhead, _MM_HINT_T0);
-    __m256i v = _mm256_load_si256((const __m256i*)w);
-    __m256i w0 = _mm256_and_si256(v, low), w1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
-    __m256i w2 = _mm256_and_si256(_mm256_srli_epi16(v, 8), low), w3 = _mm256_srli_epi16(v, 12);
+                                            I total[R][kSums<R>]) {
+  constexpr int n = kSums<R>;
+  for (int64_t k = 0; k < group; k += 8, w += 4 * W, x += 4) {
+    __builtin_prefetch(w + kAhead);
+    U16 v = load<U16>(w);
+    S w0 = (S)(v & 15), w1 = (S)(v >> 4 & 15), w2 = (S)(v >> 8 & 15), w3 = (S)(v >> 12);
     for (int i = 0; i < R; i++) {
       const int32_t* p = x + i * stride;
-      __m256i a = _mm256_madd_epi16(w0, _mm256_set1_epi32(p[0])), b = _mm256_madd_epi16(w1, _mm256_set1_epi32(p[1]));
-      __m256i c = _mm256_madd_epi16(w2, _mm256_set1_epi32(p[2])), d = _mm256_madd_epi16(w3, _mm256_set1_epi32(p[3]));
-      total[i] = _mm256_add_epi32(total[i], _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)));
+      total[i][0] = dot(total[i][0], w0, broadcast(p));
+      total[i][1 % n] = dot(total[i][1 % n], w1, broadcast(p + 1));
+      total[i][2 % n] = dot(total[i][2 % n], w2, broadcast(p + 2));
+      total[i][3 % n] = dot(total[i][3 % n], w3, broadcast(p + 3));
+    }
+  }
+  return w;
+}
+template <int R> inline const uint8_t* dot8(const uint8_t* w, const int32_t* x, int64_t stride, int64_t group,
+                                            I total[R][kSums<R>]) {
+  constexpr int n = kSums<R>;
+  for (int64_t k = 0; k < group; k += 4, w += 4 * W, x += 2) {
+    __builtin_prefetch(w + kAhead);
+    S v = load<S>(w), w0 = v << 8 >> 8, w1 = v >> 8;
+    for (int i = 0; i < R; i++) {
+      const int32_t* p = x + i * stride;
+      total[i][0] = dot(total[i][0], w0, broadcast(p));
+      total[i][1 % n] = dot(total[i][1 % n], w1, broadcast(p + 1));
     }
   }
   return w;
 }
 
-template <int R> inline const uint8_t* dot8(const uint8_t* w, const int32_t* x, int64_t stride, int64_t group,
-                                            __m256i* total) {
-  for (int64_t k = 0; k < group; k += 4, w += 32, x += 2) {
-    _mm_prefetch((const char*)w + kAhead, _MM_HINT_T0);
-    __m256i v = _mm256_load_si256((const __m256i*)w);
-    __m256i w0 = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), w1 = _mm256_srai_epi16(v, 8);
-    for (int i = 0; i < R; i++) {
-      const int32_t* p = x + i * stride;
-      __m256i a = _mm256_madd_epi16(w0, _mm256_set1_epi32(p[0])), b = _mm256_madd_epi16(w1, _mm256_set1_epi32(p[1]));
-      total[i] = _mm256_add_epi32(total[i], _mm256_add_epi32(a, b));
-    }
-  }
-  return w;
+void store(const Linear& a, int64_t m, int64_t panel, F y) {
+  int64_t n = panel * kPanel, count = a.N - n < kPanel ? a.N - n : kPanel, size = a.bfloat16 ? 2 : 4;
+  char* out = (char*)a.out + (m * a.N + n) * size;
+  UHalf narrow = narrow_bfloat16(y);
+  const void* from = a.bfloat16 ? (const void*)&narrow : &y;
+  if (count == kPanel) memcpy(out, from, a.bfloat16 ? sizeof narrow : sizeof y);
+  else memcpy(out, from, count * size);
 }
 
 template <int R, bool Int4> void panel_rows(const Linear& a, int64_t panel, int64_t m) {
   int64_t groups = a.K / a.G;
-  const uint8_t* w = a.weight + panel * a.panel_bytes();
+  const uint8_t* w = a.weight + panel * kPanel * (Int4 ? a.K / 2 : a.K);
   const auto* x = (const int32_t*)(a.rows.values + m * a.K);
-  __m256 y[R];
-  for (int i = 0; i < R; i++) y[i] = _mm256_setzero_ps();
+  F y[R] = {};
   for (int64_t g = 0; g < groups; g++, x += a.G / 2) {
     int64_t at = m * groups + g;
-    __m256i total[R];
-    for (int i = 0; i < R; i++) total[i] = _mm256_set1_epi32(a.rows.starts[at + i * groups]);
+    I total[R][kSums<R>] = {};
+    for (int i = 0; i < R; i++) total[i][0] += a.rows.starts[at + i * groups];
     w = Int4 ? dot4<R>(w, x, a.K / 2, a.G, total) : dot8<R>(w, x, a.K / 2, a.G, total);
-    __m256 scale, zero;
-    if (Int4) {
-      __m256i both = _mm256_load_si256((const __m256i*)(a.scales + (panel * groups + g) * kPanel));
-      scale = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-      zero = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
-    }
+    U both = Int4 ? load<U>(a.scales + (panel * groups + g) * kPanel) : U{};
+    F scale = (F)(both << 16), zero = (F)(both & 0xffff0000);
     for (int i = 0; i < R; i++) {
-      __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total[i]), _mm256_set1_ps(a.rows.steps[at + i * groups]));
-      if (Int4) {
-        y[i] = _mm256_fmadd_ps(part, scale, y[i]);
-        y[i] = _mm256_fmadd_ps(zero, _mm256_set1_ps(a.rows.sums[at + i * groups]), y[i]);
-      } else {
-        y[i] = _mm256_add_ps(y[i], part);
-      }
+      for (int j = 1; j < kSums<R>; j++) total[i][0] += total[i][j];
+      F part = to_float(total[i][0]) * a.rows.steps[at + i * groups];
+      y[i] = Int4 ? part * scale + y[i] + zero * a.rows.sums[at + i * groups] : y[i] + part;
     }
   }
   for (int i = 0; i < R; i++)
-    store(a, m + i, panel, Int4 ? y[i] : _mm256_mul_ps(y[i], from_bfloat16(a.row_scales + panel * kPanel)));
+    store(a, m + i, panel, Int4 ? y[i] : y[i] * widen_bfloat16(a.row_scales + panel * kPanel));
+}
+
+// Rows from m on, R at a time while there are as many, over panels first .. last-1; the row where it ends.
+template <int R, bool Int4> int64_t rows_of_panels(const Linear& a, int64_t first, int64_t last, int64_t m) {
+  for (; m + R <= a.M; m += R)
+    for (int64_t p = first; p < last; p++) panel_rows<R, Int4>(a, p, m);
+  return m;
 }
 
 template <bool Int4> void multiply_panels(const Linear& a, int64_t first, int64_t last) {
-  constexpr int kRows = 4;
-  int64_t step = a.M > kRows ? 1 + 16384 / a.panel_bytes() : 1;  // as many panels as stay in the first-level cache
+  int64_t bytes = kPanel * (Int4 ? a.K / 2 : a.K);
+  int64_t step = a.M > kRows ? 1 + 16384 / bytes : 1;  // as many panels as stay in the first-level cache
   for (int64_t lo = first; lo < last; lo += step) {
     int64_t hi = lo + step < last ? lo + step : last, m = 0;
-    for (; m + kRows <= a.M; m += kRows)
-      for (int64_t p = lo; p < hi; p++) panel_rows<kRows, Int4>(a, p, m);
-    for (int64_t p = lo; p < hi; p++) {
-      if (a.M - m == 3) panel_rows<3, Int4>(a, p, m);
-      if (a.M - m == 2) panel_rows<2, Int4>(a, p, m);
-      if (a.M - m == 1) panel_rows<1, Int4>(a, p, m);
-    }
+    m = rows_of_panels<kRows, Int4>(a, lo, hi, m);
+    m = rows_of_panels<4, Int4>(a, lo, hi, m);
+    m = rows_of_panels<2, Int4>(a, lo, hi, m);
+    rows_of_panels<1, Int4>(a, lo, hi, m);
   }
 }
 
@@ -163,4 +145,4 @@ void multiply(const Linear& a, int64_t first, int64_t last) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const LinearKernels gpt_long_linear_avx2 = {quantize, multiply};
+extern "C" const LinearKernels GPT_LONG_KERNELS = {quantize, multiply, kPanel};

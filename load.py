@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import quantize
-from cpu_extension import trim_heap
+from cpu_extension import separate_allocations
 from model import ModelConfig, Transformer
 
 Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
@@ -58,7 +58,6 @@ class CheckpointSource:
             raise ValueError(f"{self.path}: {prefix}weight is {shape}, but config.json says {want}")
         return found
 
-
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Drop the file's pages of tensors that have been read; reading them again would bring them back."""
         if not hasattr(mmap, "MADV_DONTNEED") or is_in_torch_dispatch_mode():  # fake tensors have no address
@@ -100,13 +99,15 @@ def load_checkpoint(path: Path, config: ModelConfig, device: torch.device | str 
                     dtype: torch.dtype = torch.bfloat16, quantization: str | None = None,
                     progress: Progress = iter) -> Transformer:
     """The model of `path`, quantized on the way when `quantization` says so.  ValueError for a bad file."""
-    return _fill(config, CheckpointSource(path, quantization), device, dtype, progress)
+    with separate_allocations():
+        return _fill(config, CheckpointSource(path, quantization), device, dtype, progress)
 
 
 def random_model(config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
                  quantization: str | None = None, progress: Progress = iter) -> Transformer:
     """A model of random weights, to time and to weigh an architecture without its checkpoint."""
-    return _fill(config, RandomSource(quantization, device, dtype), device, dtype, progress)
+    with separate_allocations():
+        return _fill(config, RandomSource(quantization, device, dtype), device, dtype, progress)
 
 
 class _NoInit(TorchFunctionMode):
@@ -142,7 +143,6 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
         del tensors, given  # before the next layer's
     if shares_embedding:
         model.lm_head.weight = model.embed.weight
-    trim_heap()
     return model.eval()
 
 

@@ -40,7 +40,8 @@ class Plan:
     cache_scales: int
     cache_bases: int
     mask: int
-    runtime: int  # what Python's and torch's own libraries take once they work
+    libraries: int  # what Python's and torch's own take in resident memory once they work
+    holes: int  # in the C library's heap, once it has served transients
     loading: int  # peak of loading, the weights loaded so far included
     prefill_transients: int
     decode_transients: int
@@ -57,16 +58,17 @@ class Plan:
     @property
     def staying_bytes(self) -> int:
         """What stays from the first chunk to the last token."""
-        return self.weights_bytes + self.cache_bytes + self.mask + self.runtime
+        return self.weights_bytes + self.cache_bytes + self.mask + self.libraries + self.holes
 
     @property
     def parts(self) -> dict[str, int]:
         """What each part adds to the peak: they sum up to total_bytes."""
-        names = ("linears", "embedding", "cache_values", "cache_scales", "cache_bases", "mask", "runtime")
+        names = ("linears", "embedding", "cache_values", "cache_scales", "cache_bases", "mask", "libraries",
+                 "holes")
         parts = {name: getattr(self, name) for name in names}
         held = self.staying_bytes
         for name in ("prefill_transients", "decode_transients", "logits", "loading"):
-            reach = getattr(self, name) + (self.runtime if name == "loading" else self.staying_bytes)
+            reach = getattr(self, name) + (self.libraries if name == "loading" else self.staying_bytes)
             parts[name] = max(reach - held, 0)
             held = max(held, reach)
         return parts
@@ -77,9 +79,14 @@ class Plan:
         return sum(self.parts.values())
 
     @property
+    def tensor_bytes(self) -> int:
+        """The peak of tensors alone, as a dry run counts it."""
+        return replace(self, libraries=0, holes=0).total_bytes
+
+    @property
     def phases(self) -> dict[str, int]:
         """The peak of each phase of a run."""
-        return {"load": self.loading + self.runtime, "cache": self.staying_bytes,
+        return {"load": self.loading + self.libraries, "cache": self.staying_bytes,
                 "prefill": self.staying_bytes + max(self.prefill_transients, self.logits),
                 "decode": self.staying_bytes + max(self.decode_transients, self.logits)}
 
@@ -101,7 +108,8 @@ def make_plan(setup: Setup) -> Plan:
     values, scales, bases = formulas.cache(setup)
     linears, embedding = formulas.weights(setup)
     return Plan(
-        linears, embedding, values, scales, bases, formulas.mask(setup), formulas.runtime(setup),
+        linears, embedding, values, scales, bases, formulas.mask(setup),
+        formulas.libraries(setup), formulas.holes(setup),
         formulas.loading(setup), formulas.prefill(setup), formulas.decode(setup), formulas.logits(setup))
 
 

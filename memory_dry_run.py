@@ -5,6 +5,7 @@ Nothing is allocated and no device is needed: fake tensors have shapes, dtypes a
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +24,7 @@ def dry_run(load: Callable[[], object], make_engine: Callable[[object], Engine],
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second of imports, needed here only
     tracker, fake = Tracker(device.type), FakeTensorMode()
-    with fake, tracker, _OperatorIndexing(), torch.inference_mode():
+    with fake, tracker, _PlainOperators(), torch.inference_mode():
         with tracker.phase("load"):
             fake.cache_enabled = False  # its keys would keep the file's storages
             loaded = load()
@@ -46,15 +47,15 @@ def dry_run(load: Callable[[], object], make_engine: Callable[[object], Engine],
 
 
 def result(tracker: Tracker, planned: Plan) -> dict:
-    """The figures for a JSON object, all without the formula's `runtime`, which no operator allocates."""
+    """The figures for a JSON object, of tensors alone."""
     return {"peak_memory_bytes": tracker.peak_bytes, "peak_memory_how": "dry run",
-            "planned_bytes": planned.total_bytes - planned.runtime, "parts": tracker.peak_parts(),
+            "planned_bytes": planned.tensor_bytes, "parts": tracker.peak_parts(),
             "phases": tracker.phase_peaks, "lines": tracker.peak_lines()}
 
 
 def summary(tracker: Tracker, planned: Plan) -> str:
     """The peak by part and by line, and the formula beside it, for a person."""
-    peak, formula = tracker.peak_bytes, planned.total_bytes - planned.runtime
+    peak, formula = tracker.peak_bytes, planned.tensor_bytes
     phase = max(tracker.phase_peaks, key=tracker.phase_peaks.get)
     rows = [f"Dry run, nothing was allocated: peak {peak / 1e9:.3f} GB, in {phase}; "
             f"by the formula {formula / 1e9:.3f} GB ({100 * (formula / peak - 1):+.1f} %)"]
@@ -63,16 +64,23 @@ def summary(tracker: Tracker, planned: Plan) -> str:
     rows += ["", "made by"] + [f"{n / 1e9:10.3f}  {line}" for line, n in tracker.peak_lines().items()]
     phases = {name: n for name, n in tracker.phase_peaks.items() if n}
     rows += ["", "peak of each phase"] + [f"{n / 1e9:10.3f}  {name}" for name, n in phases.items()]
-    if planned.runtime:
-        rows += ["", f"On top of that come about {planned.runtime / 1e6:.0f} MB of the libraries themselves."]
+    if more := planned.total_bytes - formula:
+        rows += ["", f"On top of that come about {more / 1e6:.0f} MB of libraries and of holes in the heap."]
     return "\n".join(rows)
 
 
-class _OperatorIndexing(TorchFunctionMode):
-    """x[index] and x[index] = y of CUDA tensors as plain operators: Python's own indexing wants the device
-    itself, which a machine without one cannot give."""
+class _PlainOperators(TorchFunctionMode):
+    """What Python or the dispatcher would ask a CUDA device for, as plain operators, which need none:
+    indexing, x.to(device), x.contiguous(), and which attention kernel to take."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        if func == Tensor.to and len(args) == 2 and not kwargs and isinstance(args[1], torch.device):
+            moves = args[0].device != args[1]
+            return torch.ops.aten._to_copy(args[0], device=args[1]) if moves else args[0]
+        if func == Tensor.contiguous and args[0].device.type == "cuda" and not args[0].is_contiguous():
+            return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
+        if func is F.scaled_dot_product_attention and args[0].device.type == "cuda":
+            return _masked_attention(*args, **kwargs)
         indexing = func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type == "cuda"
         if not indexing:
             return func(*args, **(kwargs or {}))
@@ -82,6 +90,16 @@ class _OperatorIndexing(TorchFunctionMode):
             return part
         aten = torch.ops.aten
         return (aten.copy_ if isinstance(value[0], Tensor) else aten.fill_.Scalar)(part, value[0])
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+                      is_causal: bool = False) -> Tensor:
+    """What CUDA devices take behind a mask: the memory-efficient kernel, the mask made numbers."""
+    if attn_mask is not None:
+        numbers = torch.where(attn_mask, q.new_zeros(()), q.new_full((), -torch.inf))
+        attn_mask = numbers.expand(*q.shape[:3], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, attn_mask, False, is_causal=is_causal)[0]
 
 
 def _index(x: Tensor, index: tuple) -> Tensor:

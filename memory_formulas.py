@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 import quantize
+from cpu_extension import X86
 from kv_cache import BLOCK_SLOTS, CacheSpec
 from model import ModelConfig
 
 FLOAT = 4  # bytes of float32
-RUNTIME_CPU = 30_000_000  # code pages, BLAS buffers and the heap's holes: 15 to 45 MB measured
+LIBRARIES_CPU = 20_000_000  # code pages and BLAS buffers: 12 to 26 MB measured
 COMPILER_CPU = 265_000_000  # torch.compile's Python, measured
 PACK_SLAB = {"int4": 26, "int8": 13}  # bytes per weight of a slab while it is rounded (quantize.*Linear.pack)
 
@@ -58,7 +59,8 @@ class Setup:
     @property
     def linear_kernels(self) -> bool:
         """Whether linear_cpu.py serves the linear layers."""
-        return self.kernels and self.device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        vectors = X86 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+        return self.kernels and self.device == "cpu" and vectors
 
     @property
     def attention_kernels(self) -> bool:
@@ -108,9 +110,15 @@ def mask(s: Setup) -> int:
     return s.cache_size ** 2 if s.causal_mask == "full" else 0
 
 
-def runtime(s: Setup) -> int:
+def libraries(s: Setup) -> int:
     """What libraries take in resident memory; CUDA's allocator does not count them."""
-    return 0 if s.device != "cpu" else RUNTIME_CPU + COMPILER_CPU * s.compile
+    return 0 if s.device != "cpu" else LIBRARIES_CPU + COMPILER_CPU * s.compile
+
+
+def holes(s: Setup) -> int:
+    """What the C library's heap keeps beside the transients that it serves: about as much again, measured.
+    The large ones of the other masks are mapped one by one."""
+    return max(prefill(s), decode(s)) if s.device == "cpu" and s.causal_mask == "none" else 0
 
 
 # ---- linear layers ----
@@ -121,7 +129,7 @@ def linear(s: Setup, M: int, N: int, K: int) -> int:
     a, g, out = s.dtype.itemsize, s.gemm_bytes, M * N * s.dtype.itemsize
     few = M < quantize.MANY_ROWS and a == 2
     if s.quantization is None:
-        wide = s.linear_kernels and s.dtype == torch.bfloat16  # linear_cpu.WideLinear
+        wide = s.linear_kernels and g > a == 2  # linear_cpu.WideLinear
         return max(2 * M * N, M * N + M * K + (1 << 20)) * FLOAT if wide else out
     if s.linear_kernels:
         dynamic = M * (2 * N * FLOAT + K * a) if s.quantization == "int8dq" else 0
@@ -135,8 +143,7 @@ def linear(s: Setup, M: int, N: int, K: int) -> int:
         return dynamic + (out if few else rows + max(2 * M * N * g, M * N * g + slab * g))
     if s.device == "cuda" or few:
         return out
-    last = out + slab * (1 + g) + M * slab // K * g
-    return rows + max(2 * out, last)
+    return rows + out + slab * g + max(slab, M * slab // K * g)
 
 
 # ---- one block of the model ----
@@ -240,7 +247,7 @@ def loading(s: Setup) -> int:
 def _load_linear(s: Setup, N: int, K: int) -> int:
     """Peak while one linear layer is loaded, itself included."""
     packed, full = linear_bytes(s, N, K), N * K * s.dtype.itemsize
-    slab = min(quantize.SLAB_VALUES, N * K)
+    slab = min(quantize.PACK_VALUES, N * K)
     paged = s.source != "random" and s.device == "cpu"
     if s.quantization is None:
         return full * (1 + paged)

@@ -25,7 +25,8 @@ GROUPS = (256, 128, 64, 32)
 SCHEMES = ("int8wo", "int8dq", *(f"int4wo-{g}" for g in sorted(GROUPS)))
 SCHEME_KEY = "quantization"  # where a saved state dict names its scheme
 MANY_ROWS = 32  # from here on a GEMM over unpacked weights beats the kernels made for few rows
-SLAB_VALUES = 1 << 22  # weights unpacked or rounded at a time
+SLAB_VALUES = 1 << 22  # weights unpacked at a time
+PACK_VALUES = 1 << 20  # weights rounded at a time, which takes up to 26 bytes for each
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # shares of a group's range that rounding tries
 
 
@@ -49,9 +50,9 @@ def gemm_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if device_type != "cpu" or fast else torch.float32
 
 
-def _slabs(n_rows: int, n_columns: int, multiple: int = 64) -> list[tuple[int, int]]:
-    """Ranges of rows of about SLAB_VALUES values each, all but the last a multiple of `multiple` long."""
-    step = max(SLAB_VALUES // n_columns // multiple, 1) * multiple
+def _slabs(n_rows: int, n_columns: int, values: int = SLAB_VALUES) -> list[tuple[int, int]]:
+    """Ranges of rows of about `values` values each, all but the last a multiple of 64 long."""
+    step = max(values // n_columns // 64, 1) * 64
     return [(lo, min(lo + step, n_rows)) for lo in range(0, n_rows, step)]
 
 
@@ -71,7 +72,7 @@ class Int8Linear(nn.Module):
         """Quantize weight [N, K] symmetrically: {"weight": int8 [N, K], "scales": bfloat16 [N]}."""
         values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(len(weight), dtype=torch.bfloat16, device=weight.device)
-        for lo, hi in _slabs(*weight.shape):
+        for lo, hi in _slabs(*weight.shape, PACK_VALUES):
             w = weight[lo:hi].float()
             scales[lo:hi] = (w.abs().amax(1) / 127).clamp_min(1e-8)
             values[lo:hi] = (w / scales[lo:hi, None].float()).round_().clamp_(-127, 127)
@@ -137,7 +138,7 @@ class Int4Linear(nn.Module):
         N, K = weight.shape
         packed = torch.empty(N, K // 2, dtype=torch.uint8, device=weight.device)
         both = torch.empty(K // group, N, 2, dtype=torch.bfloat16, device=weight.device)
-        for lo, hi in _slabs(N, K):
+        for lo, hi in _slabs(N, K, PACK_VALUES):
             nibbles, scale, zero = round_groups(weight[lo:hi].float().view(hi - lo, -1, group))
             packed[lo:hi] = _pair(nibbles.view(hi - lo, K))
             both[:, lo:hi, 0], both[:, lo:hi, 1] = scale.t(), zero.t()
@@ -168,13 +169,16 @@ class Int4Linear(nn.Module):
         """Many rows: a GEMM with a slab of nibble * scale; the zeros meet the rows' group sums."""
         x = rows.to(gemm_dtype(rows.device.type, rows.dtype))
         sums = x.view(len(x), -1, self.group).sum(-1)  # [M, K/G]
-        out = []
+        out = rows.new_empty(len(rows), self.n_outputs)
         for lo, hi in _slabs(self.n_outputs, self.n_inputs):
             scale, zero = self.scales_and_zeros[:, lo:hi].to(x.dtype).unbind(-1)  # [K/G, n]
-            weight = self._nibbles(lo, hi).view(len(scale), self.group, hi - lo) * scale[:, None]
-            y = (x @ weight.view(self.n_inputs, hi - lo)).addmm_(sums, zero - 8 * scale)
-            out.append(y.to(rows.dtype))
-        return torch.cat(out, dim=-1)
+            out[:, lo:hi] = (x @ self._scaled(lo, hi, scale)).addmm_(sums, zero - 8 * scale)
+        return out
+
+    def _scaled(self, lo: int, hi: int, scale: Tensor) -> Tensor:
+        """nibble * scale of rows lo .. hi-1, transposed: [K, hi - lo]; scale: [K/G, hi - lo]."""
+        weight = self._nibbles(lo, hi).view(len(scale), self.group, hi - lo) * scale[:, None]
+        return weight.view(self.n_inputs, hi - lo)
 
     def _nibbles(self, lo: int, hi: int) -> Tensor:
         """Rows lo .. hi-1 unpacked and transposed: uint8 [K, hi - lo]."""
@@ -242,7 +246,7 @@ def _cpu_pack(packed: Tensor) -> Tensor:
     convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     N, half = packed.shape
     out = torch.empty_like(packed)
-    for lo, hi in _slabs(N, 2 * half):
+    for lo, hi in _slabs(N, 2 * half, PACK_VALUES):
         out[lo:hi] = convert(_unpair(packed[lo:hi]).int(), 1)
     return out
 

@@ -16,7 +16,7 @@ from model import ModelConfig
 FLOAT = 4  # bytes of float32
 LIBRARIES_CPU = 20_000_000  # code pages and BLAS buffers: 12 to 26 MB measured
 COMPILER_CPU = 265_000_000  # torch.compile's Python, measured
-PACK_SLAB = {"int4": 26, "int8": 13}  # bytes per weight of a slab while it is rounded (quantize.*Linear.pack)
+PACK_SLAB = {"int4": 16, "int8": 13}  # bytes per weight of a slab while it is rounded (quantize.*Linear.pack)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def loading(s: Setup) -> int:
 def _load_linear(s: Setup, N: int, K: int) -> int:
     """Peak while one linear layer is loaded, itself included."""
     packed, full = linear_bytes(s, N, K), N * K * s.dtype.itemsize
-    slab = min(quantize.PACK_VALUES, N * K)
+    slab = min(quantize.PACK_VALUES // K // 64 * 64 or 64, N) * K  # quantize._slabs
     paged = s.source != "random" and s.device == "cpu"
     if s.quantization is None:
         return full * (1 + paged)

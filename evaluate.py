@@ -23,10 +23,11 @@ from tqdm import tqdm
 
 import backends
 import metrics
+import quantize
 from inference import Engine, check_limits
 from kv_cache import CacheSpec, KVCache, at_position, detach
 from kv_calibrate import attach_calibrated
-from load import load_checkpoint
+from load import MakeLinear, load_checkpoint
 from model import ModelConfig, Transformer
 from needle import hit_rates, make_needles
 from options import (
@@ -111,13 +112,15 @@ class Job:
     def load(self) -> tuple[Transformer, type[KVCache]]:
         """The model, and the cache class that --attention asks for."""
         args = self.args
-        model = load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
-                                args.quantization, progress("load"))
+
+        def load(make_linear: MakeLinear = quantize.linear) -> Transformer:
+            return load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
+                                   args.quantization, progress("load"), make_linear)
+
         if args.attention == "plain":
-            return model, KVCache
-        cache_class, *reasons = backends.fastest_cache(self.device)
-        reasons.append(backends.use_fastest_linears(model))
-        print("".join(f"note: {reason}\n" for reason in reasons if reason), end="", file=sys.stderr)
+            return load(), KVCache
+        model, cache_class, reasons = backends.load_fastest(load, self.device)
+        print("".join(f"note: {reason}\n" for reason in reasons), end="", file=sys.stderr)
         return model, cache_class
 
 

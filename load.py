@@ -19,6 +19,7 @@ from cpu_extension import separate_allocations
 from model import ModelConfig, Transformer
 
 Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
+MakeLinear = Callable[..., nn.Module]  # such as quantize.linear
 
 
 class CheckpointSource:
@@ -97,17 +98,19 @@ class RandomSource:
 
 def load_checkpoint(path: Path, config: ModelConfig, device: torch.device | str = "cpu",
                     dtype: torch.dtype = torch.bfloat16, quantization: str | None = None,
-                    progress: Progress = iter) -> Transformer:
+                    progress: Progress = iter, make_linear: MakeLinear = quantize.linear) -> Transformer:
     """The model of `path`, quantized on the way when `quantization` says so.  ValueError for a bad file."""
     with separate_allocations():
-        return _fill(config, CheckpointSource(path, quantization), device, dtype, progress)
+        return _fill(config, CheckpointSource(path, quantization), device, dtype, progress, make_linear)
 
 
 def random_model(config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
-                 quantization: str | None = None, progress: Progress = iter) -> Transformer:
+                 quantization: str | None = None, progress: Progress = iter,
+                 make_linear: MakeLinear = quantize.linear) -> Transformer:
     """A model of random weights, to time and to weigh an architecture without its checkpoint."""
     with separate_allocations():
-        return _fill(config, RandomSource(quantization, device, dtype), device, dtype, progress)
+        source = RandomSource(quantization, device, dtype)
+        return _fill(config, source, device, dtype, progress, make_linear)
 
 
 class _NoInit(TorchFunctionMode):
@@ -121,7 +124,7 @@ class _NoInit(TorchFunctionMode):
 
 
 def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: torch.device | str,
-          dtype: torch.dtype, progress: Progress) -> Transformer:
+          dtype: torch.dtype, progress: Progress, make_linear: MakeLinear) -> Transformer:
     with torch.device("meta"), _NoInit():
         model = Transformer(config)
     leaves = {name: module for name, module in model.named_modules()
@@ -132,26 +135,30 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
         if name == "lm_head" and shares_embedding:
             continue
         tensors = source(name, leaves[name])
-        given = list(tensors.values())
         if isinstance(leaves[name], nn.Linear) and source.scheme is not None:
-            model.set_submodule(name, _packed_linear(tensors, source, device, dtype))
+            packed, bias = _packed(tensors, source, device, dtype)
+            tensors = None  # the file's, before the kernels' own order is made
+            model.set_submodule(name, make_linear(packed, source.scheme, bias))
         else:
             for key, value in tensors.items():
-                value = value.to(device, dtype, copy=source.borrows)
-                setattr(leaves[name], key, nn.Parameter(value, requires_grad=False))
-        source.release(given)
-        del tensors, given  # before the next layer's
+                new = value.to(device, dtype, copy=source.borrows)
+                setattr(leaves[name], key, nn.Parameter(new, requires_grad=False))
+            source.release(tensors.values())
+        value = new = tensors = packed = None  # before the next layer's
     if shares_embedding:
         model.lm_head.weight = model.embed.weight
     return model.eval()
 
 
-def _packed_linear(tensors: dict[str, Tensor], source: CheckpointSource | RandomSource,
-                   device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+def _packed(tensors: dict[str, Tensor], source: CheckpointSource | RandomSource,
+            device: torch.device | str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A quantized layer's tensors and bias on the device; the source's own are released."""
+    given = list(tensors.values())
     bias = tensors.pop("bias", None)
+    bias = None if bias is None else bias.to(device, dtype, copy=True)
     if not source.packed:
         tensors = quantize.pack(tensors["weight"].to(device), source.scheme)
     elif source.borrows:
         tensors = {key: value.to(device, copy=True) for key, value in tensors.items()}
-    bias = None if bias is None else bias.to(device, dtype, copy=True)
-    return quantize.linear(tensors, source.scheme, bias)
+    source.release(given)
+    return tensors, bias

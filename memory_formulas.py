@@ -225,8 +225,7 @@ def logits(s: Setup) -> int:
 
 
 def loading(s: Setup) -> int:
-    """Peak of load._fill: output layer and embedding first, then block by block, norms last; and of moving
-    quantized layers into the CPU kernels' own order (linear_cpu.use_cpu_kernels)."""
+    """Peak of load._fill: output layer and embedding first, then block by block, norms last."""
     c, a = s.config, s.dtype.itemsize
     linears, embedding = weights(s)
     blocks = layer_shapes(c)
@@ -238,9 +237,6 @@ def loading(s: Setup) -> int:
     for N, K, bias in reversed(blocks):  # of the last block
         after -= linear_bytes(s, N, K) + N * a * bias
         peaks.append(after + _load_linear(s, N, K))
-    if s.quantization and s.linear_kernels:
-        peaks.append(linears + embedding + max(2 * linear_bytes(s, N, K) for N, K, _ in
-                                               [*blocks, (c.vocab_size, c.dim, False)]))
     return max(peaks)
 
 
@@ -251,12 +247,21 @@ def _load_linear(s: Setup, N: int, K: int) -> int:
     paged = s.source != "random" and s.device == "cpu"
     if s.quantization is None:
         return full * (1 + paged)
-    kernel_order = 0  # int4 weights are brought into the order of torch's kernels
-    if s.quantization.startswith("int4"):
-        kernel_order = packed + slab * 8 if s.device == "cpu" else 3 * packed
+    order = _kernel_order(s, packed, min(quantize.SLAB_VALUES // K // 64 * 64 or 64, N) * K)
     if s.source == "random":
-        return packed + kernel_order
+        return packed + order
     if s.source == "packed":
-        return packed + max(kernel_order, packed * paged)
-    rounding = slab * PACK_SLAB[s.quantization[:4]]
-    return full + packed + max(rounding, kernel_order)
+        return packed + max(order, packed * paged)
+    return packed + max(full + slab * PACK_SLAB[s.quantization[:4]], order)
+
+
+def _kernel_order(s: Setup, packed: int, slab: int) -> int:
+    """What bringing a packed layer into the order of its kernels takes beside it, the result included."""
+    int4 = s.quantization.startswith("int4")
+    if s.linear_kernels:
+        return packed + slab * 2  # linear_cpu.int4_panels, int8_panels
+    if not int4:
+        return 0
+    if s.device == "cuda":
+        return 3 * packed
+    return packed + min(quantize.PACK_VALUES, slab) * 8  # quantize._cpu_pack

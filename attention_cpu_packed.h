@@ -12,6 +12,26 @@ constexpr int8_t kLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 3
 constexpr float kSigma = 127 / 2.7326f;
 constexpr float kTrials[] = {0.85f, 0.92f, 1.0f, 1.08f, 1.16f};
 
+#if defined(__AVX512BW__)
+// n rows become int8 rows of D.  A row's bytes are read where they belong: the packed ones twice, masked, the
+// second time `half` bytes further on, where the high nibbles go.
+void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, int64_t D, char* out) {
+  const int64_t half = (D - strong) / 2;
+  const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kLevels)), nibble = _mm512_set1_epi8(15);
+  auto below = [](int64_t end) -> __mmask64 { return end <= 0 ? 0 : end >= 64 ? ~0ull : (1ull << end) - 1; };
+  for (int64_t c = 0; c < D; c += 64) {
+    __mmask64 all = below(D - c), top = below(strong - c), first = below(strong + half - c);
+    const char* row = rows + c;
+    char* to = out + c;
+    for (int64_t s = 0; s < n; s++, row += stride, to += D) {
+      __m512i x = _mm512_mask_loadu_epi8(_mm512_maskz_loadu_epi8(first, row), all & ~first, row - half);
+      __m512i index = _mm512_mask_blend_epi8(first, _mm512_srli_epi16(x, 4), x);
+      index = _mm512_and_si512(index, nibble);
+      _mm512_mask_storeu_epi8(to, all, _mm512_mask_shuffle_epi8(x, ~top, levels, index));
+    }
+  }
+}
+#else
 // n rows become int8 rows of D.
 void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, int64_t D, char* out) {
   const int64_t half = (D - strong) / 2;
@@ -35,6 +55,7 @@ void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, in
     }
   }
 }
+#endif
 
 // y = x M, for a row x [D] and a matrix M [D, D]: kVectors of y's at a time stay in registers.
 template <int kVectors> inline void times_columns(const float* x, const float* matrix, int64_t D, float* y) {

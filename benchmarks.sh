@@ -3,6 +3,7 @@
 #
 #   ./benchmarks.sh [memory]     the sweep; a run that cannot fit is recorded as planned
 #   ./benchmarks.sh pictures     docs/memory_full.png, memory_linear.png, memory_none.png
+#   ./benchmarks.sh peers        speed beside llama.cpp and transformers, turn by turn, in a venv of their own
 #
 # Variables, with their defaults:
 #   CHECKPOINT_PATH=checkpoints  MODEL_REPO=SmolLM2-135M-Instruct   $CHECKPOINT_PATH/$MODEL_REPO/model.pth
@@ -13,6 +14,7 @@
 #   PROMPTS="short fill"  NEW_TOKENS=16
 #   FLAGS=                       more flags of generate.py, such as --device cuda, or --dry_run: nothing is run
 #   RESULTS=benchmark_results/memory.jsonl
+#   ROUNDS=2  PEER_CACHES=int8,16,int4   of `peers`: turns of every system, caches compared
 set -euo pipefail
 cd "$(dirname "$0")"
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
@@ -67,8 +69,22 @@ pictures() {
     done
 }
 
+peers() {
+    if ! cmp -s requirements-peers.txt .venv-peers/installed; then
+        echo "benchmarks.sh: installing .venv-peers (llama.cpp compiles for some minutes)" >&2
+        "$PYTHON" -m venv .venv-peers
+        .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
+        cp requirements-peers.txt .venv-peers/installed
+    fi
+    local model=$CHECKPOINT_PATH/$MODEL_REPO ggufs
+    ggufs=("$model"/*.gguf)
+    "$PYTHON" bench_speed.py --checkpoint_path "$model/model.pth" --peers .venv-peers/bin/python \
+        --gguf "${ggufs[0]}" --rounds "${ROUNDS:-2}" --caches "${PEER_CACHES:-int8,16,int4}"
+}
+
 case ${1:-memory} in
     memory) memory ;;
     pictures) pictures ;;
-    *) echo "benchmarks.sh: $1 is no benchmark; there are: memory, pictures" >&2; exit 2 ;;
+    peers) peers ;;
+    *) echo "benchmarks.sh: $1 is no benchmark; there are: memory, pictures, peers" >&2; exit 2 ;;
 esac

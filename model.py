@@ -209,12 +209,15 @@ class Transformer(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed.weight
 
-    def hidden(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Final normed states [B, T, E] of tokens [B, T] (int64) that stand at start[b] .. start[b]+T-1."""
-        x = self.embed(tokens)  # [B, T, E]
+    def begin(self, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the layers get: embeddings [B, T, E]; cos and sin [B, T, 1, D/2] of the positions' angles."""
         positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
         angles = positions[:, :, None, None] * rope_frequencies(self.config, tokens.device)  # [B, T, 1, D/2]
-        cos, sin = angles.cos(), angles.sin()
+        return self.embed(tokens), angles.cos(), angles.sin()
+
+    def hidden(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """Final normed states [B, T, E] of tokens [B, T] (int64) that stand at start[b] .. start[b]+T-1."""
+        x, cos, sin = self.begin(tokens, start)
         for layer in self.layers:
             x = layer(x, start, cos, sin)
         return self.norm(x)

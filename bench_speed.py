@@ -1,0 +1,157 @@
+"""Prefill and decode speed by depth, a JSON line each; and the same beside llama.cpp and transformers.
+
+    python bench_speed.py --checkpoint_path checkpoints/NAME/model.pth --quantization int4wo-64 \\
+        --kv_cache_quantization --cache_size 8192 --compile
+    python bench_speed.py ... --peers .venv-peers/bin/python --gguf MODEL.gguf     (./benchmarks.sh peers)
+
+The cache is filled by real prefills, from one depth to the next.  With --peers every system runs in a process
+of its own, turn by turn, and a Markdown table of medians and ratios comes out: only ratios taken like this
+mean anything on a machine that is shared.
+"""
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import backends
+import report
+from inference import Engine
+from load import load_checkpoint
+from model import ModelConfig
+from options import (
+    PRECISIONS,
+    Parser,
+    add_cache_flags,
+    add_model_flags,
+    cache_spec,
+    check_model_flags,
+    pick_device,
+)
+
+PEERS = Path(__file__).with_name("peers")
+OURS = {"int8": "q8_0", "int4": "q4_0", "16": "f16"}  # our cache and the one of llama.cpp that it is held to
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    add_model_flags(parser)
+    add_cache_flags(parser)
+    group = parser.add_argument_group("this benchmark")
+    group.add_argument("--compile", action="store_true", help="compile the decode step")
+    group.add_argument("--depths", default="16,1024,4096,8000", help="default %(default)s")
+    group.add_argument("--steps", type=int, default=32, help="decode steps timed at a depth")
+    group.add_argument("--peers", metavar="PYTHON", help="a Python that has llama-cpp-python and transformers")
+    group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    group.add_argument("--caches", default="int8,16,int4", help="ours to compare (default %(default)s)")
+    group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")
+    return parser
+
+
+def measure(engine: Engine, depths: list[int], steps: int) -> Iterator[dict]:
+    """A row for each depth; the tokens are random."""
+    ids = torch.randint(engine.model.config.vocab_size, (1, depths[-1]))
+    done = 0
+    for depth in depths:
+        list(engine.generate(ids[0, done:depth].tolist(), steps + 1, start=done))
+        timing = engine.timing
+        yield {"depth": depth, "fed": depth - done, "prefill_s": timing.prefill_s,
+               "decode_tokens_per_s": timing.decode_steps / timing.decode_s}
+        done = depth
+
+
+def build(args: argparse.Namespace, cache_size: int) -> Engine:
+    """The engine that the flags describe, ready to run."""
+    device = pick_device(args)
+    config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
+    options = (config, device, PRECISIONS[args.precision], args.quantization, iter)
+    model, cache_class, _ = backends.load_fastest(
+        lambda make_linear: load_checkpoint(args.checkpoint_path, *options, make_linear), device)
+    return Engine(model, cache_spec(args), cache_size, args.causal_mask, prefill_chunk=args.prefill_chunk,
+                  cache_class=cache_class, compile=args.compile)
+
+
+def run_here(args: argparse.Namespace) -> None:
+    """This project's speeds, one JSON line a depth."""
+    depths = [int(depth) for depth in args.depths.split(",")]
+    need = depths[-1] + args.steps + 1
+    if args.cache_size and need > args.cache_size:
+        raise ValueError(f"--depths and --steps reach {need} > cache of {args.cache_size} slots; "
+                         f"give --cache_size {need}")
+    engine = build(args, args.cache_size or need)
+    compile_s = engine.warm_up()
+    for row in measure(engine, depths, args.steps):
+        kv = args.kv_cache_quantization or "16"
+        print(json.dumps({"system": "gpt-long", "kv": kv, **row, "compile_s": compile_s}), flush=True)
+
+
+def rows_of(command: list[str]) -> list[dict]:
+    """The JSON lines that a command prints."""
+    print("$", *command, file=sys.stderr, flush=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def commands(args: argparse.Namespace) -> list[list[str]]:
+    """One process a system, in the order of a turn."""
+    flags = ["--depths", args.depths, "--threads", str(torch.get_num_threads())]
+    config = args.checkpoint_path.with_name("config.json")
+    own = [sys.executable, __file__, "--checkpoint_path", str(args.checkpoint_path), "--compile",
+           "--quantization", args.quantization or "int4wo-64", "--depths", args.depths,
+           "--cache_size", str(args.cache_size or 8192)]
+    llama_cpp = [args.peers, str(PEERS / "llama_cpp_speed.py"), str(args.gguf), *flags, "--kv"]
+    turn = [[args.peers, str(PEERS / "transformers_speed.py"), str(config), *flags]]
+    for cache in args.caches.split(","):
+        turn.append([*own, *(["--kv_cache_quantization", cache] if cache != "16" else [])])
+        turn.append([*llama_cpp, OURS[cache]])
+    return turn
+
+
+def compare(args: argparse.Namespace) -> str:
+    """All systems, turn by turn; Markdown."""
+    rows = [row for _ in range(args.rounds) for command in commands(args) for row in rows_of(command)]
+    return table(rows, [int(depth) for depth in args.depths.split(",")])
+
+
+def table(rows: list[dict], depths: list[int]) -> str:
+    """Medians over turns: decode tokens/s by depth, the average prefill, and our ratios to each peer."""
+    def speeds(system: str, kv: str) -> list[float]:
+        mine = [row for row in rows if (row["system"], row["kv"]) == (system, kv)]
+        by_depth = [[row for row in mine if row["depth"] == depth] for depth in depths]
+        decode = [statistics.median(row["decode_tokens_per_s"] for row in at) for at in by_depth]
+        seconds = sum(statistics.median(row["prefill_s"] for row in at) for at in by_depth)
+        return [*decode, sum(at[0]["fed"] for at in by_depth) / seconds]
+
+    names = list(dict.fromkeys((row["system"], row["kv"]) for row in rows))
+    found = {name: speeds(*name) for name in names}
+    lines = ["| decode tokens/s | " + " | ".join(f"depth {d}" for d in depths) + " | prefill, average |",
+             "|---|" + "---:|" * (len(depths) + 1)]
+    lines += [f"| {system}, {kv} cache | " + " | ".join(f"{x:.1f}" for x in found[system, kv]) + " |"
+              for system, kv in names]
+    for mine in (name for name in names if name[0] == "gpt-long"):
+        peers = [("llama.cpp", OURS[mine[1]]), ("transformers", "bf16")]
+        for peer in (peer for peer in peers if peer in found):
+            ratios = " | ".join(f"{a / b:.2f}" for a, b in zip(found[mine], found[peer], strict=True))
+            lines.append(f"| **{mine[1]} / {peer[0]} {peer[1]}** | {ratios} |")
+    return "\n".join([*lines, "", f"On {report.processor()}; each figure is the median of its turns."])
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    try:
+        check_model_flags(args)
+        if args.peers:
+            print(compare(args))
+        else:
+            run_here(args)
+    except ValueError as e:
+        print(f"bench_speed.py: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

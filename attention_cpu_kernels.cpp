@@ -47,6 +47,7 @@ struct Int8 {
   typedef int16_t Query;
   typedef int8_t Stored;
   static constexpr int kValues = 2 * W;
+  static constexpr float kLimit = 32767;  // a query becomes integers up to it; 0: it stays as it is
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }
   static Chunk query(const Query* q) { return {load<S>(q)}; }
@@ -60,6 +61,7 @@ struct Float32 {
   typedef float Query;
   typedef float Stored;
   static constexpr int kValues = 2 * W;
+  static constexpr float kLimit = 0;
   struct Chunk { F x, y; };
   static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
   static Chunk query(const Query* q) { return load_chunk((const char*)q); }
@@ -258,6 +260,8 @@ void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_
   for (; s % W; s++) out[s] = 0;
 }
 
+#include "attention_cpu_fused.h"
+
 // NQ queries, from query j of the item on, meet a tile.  Query j is of token j / G, which tells what it sees.
 template <int NQ>
 void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part,
@@ -265,7 +269,8 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
   int64_t N = a.queries();
   float *top = part + j, *total = top + N, *mul = total + N;
   float *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
-  with_kind(a.k_kind, [&](auto kind) {
+  if (reads_packed_keys(a)) scores_packed<NQ>(t, (const int8_t*)q + j * a.D, a.D, a.k_strong, (int32_t*)w.score);
+  else with_kind(a.k_kind, [&](auto kind) {
     typedef decltype(kind) K;
     auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
     int64_t fetch = j == 0 ? a.D * bytes_of(a.v_kind) : 0;
@@ -285,7 +290,8 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
       w.factor[i] = 0;
     }
   }
-  with_kind(a.v_kind, [&](auto kind) {
+  if (pairs_values(a)) values_paired<NQ>(t, w, a.D, y);
+  else with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
     if constexpr (std::is_same_v<V, Int8>) values_int8<NQ>(t, w, a.D, y);
     else values_float<V, NQ>(t, w, a.D, y);
@@ -300,14 +306,14 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
     load_row(a.q.at(b, h * a.G + j % a.G, j / a.G), a.q.d, a.q_kind, a.D, row);
     mul[j] = 1.44269504f / std::sqrt((float)a.D);
     float up = 1;
-    if (a.k_kind == kInt8) {
+    if (K::kLimit > 0) {
       float most = largest_magnitude(row, a.D);
-      up = most > 1e-30f ? 32767 / most : 0;
-      mul[j] *= most / 32767;
+      up = most > 1e-30f ? K::kLimit / most : 0;
+      mul[j] *= most / K::kLimit;
     }
     for (int64_t d = 0; d < a.D; d++) {
       float x = row[d] * up;
-      if (a.k_kind == kInt8) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
+      if (K::kLimit > 0) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
       out[K::place(d)] = (typename K::Query)x;
     }
   }
@@ -327,22 +333,23 @@ void rotate(const Attention& a, int64_t B, float* out) {
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
-  with_kind(a.k_kind, [&](auto kind) {
-    load_queries<decltype(kind)>(a, b, h, part + 2 * N, part + (3 + a.D) * N);
-  });
+  float *mul = part + 2 * N, *q = part + (3 + a.D) * N;
+  bool packed_keys = reads_packed_keys(a), unpacks_k = a.k_strong >= 0 && !packed_keys, unpacks_v = a.v_strong >= 0;
+  if (packed_keys) load_queries<PackedKey>(a, b, h, mul, q);
+  else with_kind(a.k_kind, [&](auto kind) { load_queries<decltype(kind)>(a, b, h, mul, q); });
   memset(part + N, 0, N * sizeof(float));
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  t.k_stride = a.k_strong < 0 ? a.k.s : a.D;
-  t.v_stride = a.v_strong < 0 ? a.v.s : a.D;
+  t.k_stride = unpacks_k ? a.D : a.k.s;
+  t.v_stride = unpacks_v ? a.D : a.v.s;
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
-    t.k = a.k_strong < 0 ? a.k.at(b, h, s) : k_rows;
-    t.v = a.v_strong < 0 ? a.v.at(b, h, s) : v_rows;
-    if (a.k_strong >= 0) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
-    if (a.v_strong >= 0) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
+    t.k = unpacks_k ? k_rows : a.k.at(b, h, s);
+    t.v = unpacks_v ? v_rows : a.v.at(b, h, s);
+    if (unpacks_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
+    if (unpacks_v) (pairs_values(a) ? unpack_pairs : unpack_rows)(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;
@@ -381,7 +388,8 @@ void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* par
     }
     float scale = 1 / total;
     with_kind(a.v_kind, [&](auto kind) {
-      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[decltype(kind)::place(d)] * scale;
+      typedef decltype(kind) V;
+      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[pairs_values(a) ? paired(d) : V::place(d)] * scale;
     });
     if (a.v_out) {
       memcpy(row, ordered, a.D * sizeof(float));

@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add_cache_flags(parser)
     group = parser.add_argument_group("this benchmark")
     group.add_argument("--compile", action="store_true", help="compile the decode step")
-    group.add_argument("--depths", default="16,1024,4096,8000", help="default %(default)s")
+    group.add_argument("--depths", default="16,1024,4096,8000", help="default: %(default)s")
     group.add_argument("--steps", type=int, default=32, help="decode steps timed at a depth")
     group.add_argument("--peers", metavar="PYTHON", help="a Python that has llama-cpp-python and transformers")
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")

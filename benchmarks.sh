@@ -4,6 +4,7 @@
 #   ./benchmarks.sh [memory]     the sweep; a run that cannot fit is recorded as planned
 #   ./benchmarks.sh pictures     docs/memory_full.png, memory_linear.png, memory_none.png
 #   ./benchmarks.sh peers        speed beside llama.cpp and transformers, turn by turn, in a venv of their own
+#   ./benchmarks.sh accuracy     what every cache costs, beside llama.cpp's: a table, docs/accuracy.png
 #
 # Variables, with their defaults:
 #   CHECKPOINT_PATH=checkpoints  MODEL_REPO=SmolLM2-135M-Instruct   $CHECKPOINT_PATH/$MODEL_REPO/model.pth
@@ -69,22 +70,38 @@ pictures() {
     done
 }
 
-peers() {
+peers_venv() {
     if ! cmp -s requirements-peers.txt .venv-peers/installed; then
         echo "benchmarks.sh: installing .venv-peers (llama.cpp compiles for some minutes)" >&2
         "$PYTHON" -m venv .venv-peers
         .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
         cp requirements-peers.txt .venv-peers/installed
     fi
-    local model=$CHECKPOINT_PATH/$MODEL_REPO ggufs
+    model=$CHECKPOINT_PATH/$MODEL_REPO
     ggufs=("$model"/*.gguf)
+}
+
+peers() {
+    peers_venv
     "$PYTHON" bench_speed.py --checkpoint_path "$model/model.pth" --peers .venv-peers/bin/python \
         --gguf "${ggufs[0]}" --rounds "${ROUNDS:-2}" --caches "${PEER_CACHES:-int8,16,int4}"
+}
+
+accuracy() {
+    peers_venv
+    local out=${ACCURACY_RESULTS:-benchmark_results/accuracy.jsonl} text=data/moby_dick.txt
+    mkdir -p "$(dirname "$out")"
+    local evaluate=("$PYTHON" evaluate.py perplexity --checkpoint_path "$model/model.pth" --text $text --json)
+    "${evaluate[@]}" --compare int8:d,int8:hd,8,16,k8v4,int4 | tail -1 >"$out"
+    "${evaluate[@]}" --compare int4 --kv_strong 8,0 | tail -1 | sed 's/"int4"/"int4 --kv_strong 8,0"/' >>"$out"
+    .venv-peers/bin/python peers/llama_cpp_quality.py "${ggufs[0]}" $text >>"$out"
+    "$PYTHON" accuracy_plot.py "$out" --out docs/accuracy.png
 }
 
 case ${1:-memory} in
     memory) memory ;;
     pictures) pictures ;;
     peers) peers ;;
-    *) echo "benchmarks.sh: $1 is no benchmark; there are: memory, pictures, peers" >&2; exit 2 ;;
+    accuracy) accuracy ;;
+    *) echo "benchmarks.sh: $1 is no benchmark; there are: memory, pictures, peers, accuracy" >&2; exit 2 ;;
 esac

@@ -53,15 +53,18 @@ def draw(rows: list[dict], out: Path) -> None:
         mine = [row for row in rows if row["system"] == system and row["kl"] > 0]
         axes.plot([row["bits"] for row in mine], [row["kl"] for row in mine], marker, label=system)
         for row in mine:
-            axes.annotate(row["cache"], (row["bits"], row["kl"]), xytext=(6, 3), textcoords="offset points", fontsize=8)
-    axes.set(yscale="log", xlabel="bits per value, scales included", ylabel="mean KL to the 16-bit cache, nats")
+            axes.annotate(row["cache"], (row["bits"], row["kl"]), xytext=(6, 3), textcoords="offset points",
+                          fontsize=8)
+    axes.set(yscale="log", xlabel="bits per value, scales included",
+             ylabel="mean KL to the 16-bit cache, nats")
     axes.grid(True, which="both", alpha=0.25)
     axes.legend()
     figure.savefig(out, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--out", type=Path, help="a PNG to draw; the table goes to stdout")
     args = parser.parse_args()

@@ -9,8 +9,7 @@
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
 out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp,
-attention_cpu_packed.h,
-attention_cpu_fused.h and cpu_vector.h.
+attention_cpu_packed.h and cpu_vector.h.
 """
 import functools
 
@@ -54,7 +53,7 @@ def _huge_pages_fake(x: Tensor) -> None:
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
-    headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h", "attention_cpu_fused.h")
+    headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)

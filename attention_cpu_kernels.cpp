@@ -99,8 +99,10 @@ INLINE void score_eight(const char* row, int64_t stride, const typename K::Query
   typename K::Sum pairs[NQ][4];
   for (int i = 0; i < 4; i++, row += 2 * stride) {
     for (int64_t end = fetch; end > 0; end -= 64) {
-      __builtin_prefetch(v + end - 1);
-      __builtin_prefetch(v + v_stride + end - 1);
+      __builtin_prefetch(v + end - 1, 0, 2);
+      __builtin_prefetch(v + v_stride + end - 1, 0, 2);
+      prefetch_far(row + end - 1);
+      prefetch_far(row + stride + end - 1);
     }
     v += 2 * v_stride;
     REREAD(q);
@@ -260,8 +262,6 @@ void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_
   for (; s % W; s++) out[s] = 0;
 }
 
-#include "attention_cpu_fused.h"
-
 // NQ queries, from query j of the item on, meet a tile.  Query j is of token j / G, which tells what it sees.
 template <int NQ>
 void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part,
@@ -269,8 +269,7 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
   int64_t N = a.queries();
   float *top = part + j, *total = top + N, *mul = total + N;
   float *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
-  if (reads_packed_keys(a)) scores_packed<NQ>(t, (const int8_t*)q + j * a.D, a.D, a.k_strong, (int32_t*)w.score);
-  else with_kind(a.k_kind, [&](auto kind) {
+  with_kind(a.k_kind, [&](auto kind) {
     typedef decltype(kind) K;
     auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
     int64_t fetch = j == 0 ? a.D * bytes_of(a.v_kind) : 0;
@@ -290,8 +289,7 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
       w.factor[i] = 0;
     }
   }
-  if (pairs_values(a)) values_paired<NQ>(t, w, a.D, y);
-  else with_kind(a.v_kind, [&](auto kind) {
+  with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
     if constexpr (std::is_same_v<V, Int8>) values_int8<NQ>(t, w, a.D, y);
     else values_float<V, NQ>(t, w, a.D, y);
@@ -333,10 +331,10 @@ void rotate(const Attention& a, int64_t B, float* out) {
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
-  float *mul = part + 2 * N, *q = part + (3 + a.D) * N;
-  bool packed_keys = reads_packed_keys(a), unpacks_k = a.k_strong >= 0 && !packed_keys, unpacks_v = a.v_strong >= 0;
-  if (packed_keys) load_queries<PackedKey>(a, b, h, mul, q);
-  else with_kind(a.k_kind, [&](auto kind) { load_queries<decltype(kind)>(a, b, h, mul, q); });
+  bool unpacks_k = a.k_strong >= 0, unpacks_v = a.v_strong >= 0;
+  with_kind(a.k_kind, [&](auto kind) {
+    load_queries<decltype(kind)>(a, b, h, part + 2 * N, part + (3 + a.D) * N);
+  });
   memset(part + N, 0, N * sizeof(float));
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
   Tile t;
@@ -349,7 +347,7 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
     t.k = unpacks_k ? k_rows : a.k.at(b, h, s);
     t.v = unpacks_v ? v_rows : a.v.at(b, h, s);
     if (unpacks_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
-    if (unpacks_v) (pairs_values(a) ? unpack_pairs : unpack_rows)(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
+    if (unpacks_v) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;
@@ -388,8 +386,7 @@ void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* par
     }
     float scale = 1 / total;
     with_kind(a.v_kind, [&](auto kind) {
-      typedef decltype(kind) V;
-      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[pairs_values(a) ? paired(d) : V::place(d)] * scale;
+      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[decltype(kind)::place(d)] * scale;
     });
     if (a.v_out) {
       memcpy(row, ordered, a.D * sizeof(float));

@@ -45,7 +45,8 @@ def make_parser() -> Parser:
     group.add_argument("--compile", action="store_true", help="compile the decode step")
     group.add_argument("--depths", default="16,1024,4096,8000", help="default: %(default)s")
     group.add_argument("--steps", type=int, default=32, help="decode steps timed at a depth")
-    group.add_argument("--peers", metavar="PYTHON", help="a Python that has llama-cpp-python and transformers")
+    group.add_argument("--peers", metavar="PYTHON",
+                       help="a Python that has llama-cpp-python and transformers")
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     group.add_argument("--caches", default="int8,16,int4", help="ours to compare (default %(default)s)")
     group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")

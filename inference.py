@@ -75,8 +75,8 @@ def _compiled(function: Callable, **more: object) -> Callable:
 def compile_decode(model: Transformer) -> Callable[..., Tensor]:
     """_decode_step of `model`, compiled.
 
-    On CUDA the whole step is one graph, which CUDA graphs replay.  On the CPU one graph of a few layers serves
-    all of them, one group after the other: as fast, and compiled in a third of the time.
+    On CUDA the whole step is one graph, which CUDA graphs replay.  On the CPU one graph of a few layers
+    serves all of them, one group after the other: as fast, and compiled in a third of the time.
     """
     if model.norm.weight.device.type == "cuda":
         return _compiled(_decode_step, **{"triton.cudagraphs": True})
@@ -127,9 +127,9 @@ class Timing:
 class Engine:
     """A model and fresh caches of `cache_size` slots, with its prefill and decode steps, compiled or not.
 
-    Compiled: one graph for decode (compile_decode); for prefill one for the chunk and one, dynamic, for what is left of a
-    prompt (two more if that is under quantize.MANY_ROWS tokens, or one token).  Guards on the model's modules
-    are dropped (they cost a fifth of a step): to change caches make a new engine.
+    Compiled: one graph for decode (compile_decode); for prefill one for the chunk and one, dynamic, for what
+    is left of a prompt (two more if that is under quantize.MANY_ROWS tokens, or one token).  Decode drops the
+    guards on modules: to change caches make a new engine.
     """
     model: Transformer
     spec: CacheSpec

@@ -1,4 +1,4 @@
-"""Perplexity, KL and top-1 agreement of llama.cpp's KV cache types against its own f16 cache: a JSON line each.
+"""Perplexity, KL and top-1 agreement of llama.cpp's KV cache types against its own f16 cache, as JSON lines.
 
     python llama_cpp_quality.py MODEL.gguf TEXT [--window 2048 --windows 3]
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from llama_cpp import Llama
 
-KINDS = {"f16": (1, 1), "q8_0": (8, 8), "k q8_0, v q4_0": (8, 2), "q4_1": (3, 3), "q4_0": (2, 2)}  # ggml types
+# ggml's numbers of the types of K and V
+KINDS = {"f16": (1, 1), "q8_0": (8, 8), "k q8_0, v q4_0": (8, 2), "q4_1": (3, 3), "q4_0": (2, 2)}
 BITS = {"f16": 16, "q8_0": 8.5, "k q8_0, v q4_0": 6.5, "q4_1": 5, "q4_0": 4.5}  # per value, scales included
 
 
@@ -48,8 +49,8 @@ def main() -> None:
     args = parser.parse_args()
     windows = base = None
     for name, (k, v) in KINDS.items():
-        llm = Llama(args.gguf, n_ctx=args.window, n_batch=512, n_threads=2, n_threads_batch=2, type_k=k, type_v=v,
-                    flash_attn=True, logits_all=True, verbose=False)
+        llm = Llama(args.gguf, n_ctx=args.window, n_batch=512, n_threads=2, n_threads_batch=2, type_k=k,
+                    type_v=v, flash_attn=True, logits_all=True, verbose=False)
         if windows is None:
             ids = llm.tokenize(args.text.read_text(encoding="utf-8").encode(), add_bos=False)
             windows = [ids[i * args.window:(i + 1) * args.window] for i in range(args.windows)]

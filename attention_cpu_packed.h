@@ -1,5 +1,5 @@
-// Storing integers: int8 rows, and 4-bit rows as quantize4 of kv_cache.py makes them: `strong` coordinates as int8, then indices to kLevels, the
-// first half of the others in the low nibbles and the second half in the high ones.
+// Storing integers: int8 rows, and 4-bit rows as quantize4 of kv_cache.py makes them: `strong` coordinates as int8,
+// then indices to kLevels, the first half of the others in the low nibbles and the second half in the high ones.
 #pragma once
 #include "attention_cpu.h"
 #include "cpu_vector.h"

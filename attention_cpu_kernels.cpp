@@ -47,7 +47,6 @@ struct Int8 {
   typedef int16_t Query;
   typedef int8_t Stored;
   static constexpr int kValues = 2 * W;
-  static constexpr float kLimit = 32767;  // a query becomes integers up to it; 0: it stays as it is
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }
   static Chunk query(const Query* q) { return {load<S>(q)}; }
@@ -61,7 +60,6 @@ struct Float32 {
   typedef float Query;
   typedef float Stored;
   static constexpr int kValues = 2 * W;
-  static constexpr float kLimit = 0;
   struct Chunk { F x, y; };
   static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
   static Chunk query(const Query* q) { return load_chunk((const char*)q); }
@@ -304,14 +302,14 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
     load_row(a.q.at(b, h * a.G + j % a.G, j / a.G), a.q.d, a.q_kind, a.D, row);
     mul[j] = 1.44269504f / std::sqrt((float)a.D);
     float up = 1;
-    if (K::kLimit > 0) {
+    if (a.k_kind == kInt8) {
       float most = largest_magnitude(row, a.D);
-      up = most > 1e-30f ? K::kLimit / most : 0;
-      mul[j] *= most / K::kLimit;
+      up = most > 1e-30f ? 32767 / most : 0;
+      mul[j] *= most / 32767;
     }
     for (int64_t d = 0; d < a.D; d++) {
       float x = row[d] * up;
-      if (K::kLimit > 0) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
+      if (a.k_kind == kInt8) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
       out[K::place(d)] = (typename K::Query)x;
     }
   }
@@ -331,7 +329,6 @@ void rotate(const Attention& a, int64_t B, float* out) {
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
-  bool unpacks_k = a.k_strong >= 0, unpacks_v = a.v_strong >= 0;
   with_kind(a.k_kind, [&](auto kind) {
     load_queries<decltype(kind)>(a, b, h, part + 2 * N, part + (3 + a.D) * N);
   });
@@ -340,14 +337,14 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  t.k_stride = unpacks_k ? a.D : a.k.s;
-  t.v_stride = unpacks_v ? a.D : a.v.s;
+  t.k_stride = a.k_strong < 0 ? a.k.s : a.D;
+  t.v_stride = a.v_strong < 0 ? a.v.s : a.D;
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
-    t.k = unpacks_k ? k_rows : a.k.at(b, h, s);
-    t.v = unpacks_v ? v_rows : a.v.at(b, h, s);
-    if (unpacks_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
-    if (unpacks_v) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
+    t.k = a.k_strong < 0 ? a.k.at(b, h, s) : k_rows;
+    t.v = a.v_strong < 0 ? a.v.at(b, h, s) : v_rows;
+    if (a.k_strong >= 0) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
+    if (a.v_strong >= 0) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;

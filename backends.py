@@ -1,5 +1,5 @@
 """Which kernels a device has: the cache class and the linear layers to use, or why the plain ones stay."""
-from collections.abc import Callable
+import argparse
 
 import torch
 
@@ -8,8 +8,9 @@ import attention_cuda
 import linear_cpu
 import quantize
 from kv_cache import KVCache
-from load import MakeLinear
-from model import Transformer
+from load import MakeLinear, Progress, load_checkpoint, random_model
+from model import ModelConfig, Transformer
+from options import PRECISIONS
 
 
 def fastest_cache(device: torch.device) -> tuple[type[KVCache], str]:
@@ -29,14 +30,18 @@ def fastest_linear(device: torch.device) -> tuple[MakeLinear, str]:
     return (quantize.linear, reason) if reason or device.type != "cpu" else (linear_cpu.LinearFactory(), "")
 
 
-def load_fastest(load: Callable[[MakeLinear], Transformer], device: torch.device,
-                 ) -> tuple[Transformer, type[KVCache], list[str]]:
-    """A model with the fastest layers of `device`, the cache class to use, and why some are the plain ones.
-
-    load: gets what makes quantized layers, returns the model.
-    """
-    (cache_class, no_attention), (make_linear, no_linear) = fastest_cache(device), fastest_linear(device)
-    model = load(make_linear)
-    if device.type == "cpu" and not no_linear:
+def load_model(args: argparse.Namespace, config: ModelConfig, device: torch.device,
+               progress: Progress = iter) -> tuple[Transformer, type[KVCache], str]:
+    """The model that the flags of options.py ask for, the cache class to use, and lines for a person on why
+    something is slower than it might be.  --attention plain: PyTorch alone."""
+    options = (config, device, PRECISIONS[args.precision], args.quantization, progress)
+    plain = args.attention == "plain"
+    cache_class, no_attention = (KVCache, "") if plain else fastest_cache(device)
+    make_linear, no_linear = (quantize.linear, "") if plain else fastest_linear(device)
+    if args.random_weights:
+        model = random_model(*options, make_linear)
+    else:
+        model = load_checkpoint(args.checkpoint_path, *options, make_linear)
+    if not plain and device.type == "cpu" and not no_linear:
         linear_cpu.widen(model)
-    return model, cache_class, [reason for reason in (no_attention, no_linear) if reason]
+    return model, cache_class, "".join(f"note: {reason}\n" for reason in (no_attention, no_linear) if reason)

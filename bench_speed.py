@@ -21,17 +21,8 @@ import torch
 import backends
 import report
 from inference import Engine
-from load import load_checkpoint
 from model import ModelConfig
-from options import (
-    PRECISIONS,
-    Parser,
-    add_cache_flags,
-    add_model_flags,
-    cache_spec,
-    check_model_flags,
-    pick_device,
-)
+from options import Parser, add_cache_flags, add_model_flags, cache_spec, check_model_flags, pick_device
 
 PEERS = Path(__file__).with_name("peers")
 OURS = {"int8": "q8_0", "int4": "q4_0", "16": "f16"}  # our cache and the one of llama.cpp that it is held to
@@ -69,9 +60,8 @@ def build(args: argparse.Namespace, cache_size: int) -> Engine:
     """The engine that the flags describe, ready to run."""
     device = pick_device(args)
     config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
-    options = (config, device, PRECISIONS[args.precision], args.quantization, iter)
-    model, cache_class, _ = backends.load_fastest(
-        lambda make_linear: load_checkpoint(args.checkpoint_path, *options, make_linear), device)
+    model, cache_class, notes = backends.load_model(args, config, device)
+    print(notes, end="", file=sys.stderr)
     return Engine(model, cache_spec(args), cache_size, args.causal_mask, prefill_chunk=args.prefill_chunk,
                   cache_class=cache_class, compile=args.compile)
 
@@ -145,6 +135,8 @@ def main() -> None:
     args = make_parser().parse_args()
     try:
         check_model_flags(args)
+        if args.random_weights:
+            raise ValueError("peers have no --random_weights; give --checkpoint_path MODEL.pth")
         if args.peers:
             print(compare(args))
         else:

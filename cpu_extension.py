@@ -1,7 +1,7 @@
 """What the CPU's fast paths share: C++ extensions, compiled once and kept under ~/.cache/gpt-long; memory.
 
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
-    HugePages().place(tensor)               a copy of the tensor in pages of 2 MB
+    HugePages().empty(shape, dtype)         a tensor in pages of 2 MB
     separate_allocations(), trim_heap()     freed memory back to the system
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
@@ -10,6 +10,7 @@ sets without one of them leaking into the others.  Needs torch only.
 import contextlib
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -137,19 +138,15 @@ class HugePages:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def empty(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes], aligned to 64 bytes, contents undefined."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor aligned to 64 bytes, contents undefined."""
         if is_in_torch_dispatch_mode():  # fake or counted (memory_tracker.py): every tensor by itself
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(shape, dtype=dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
         if len(self._free) < nbytes:
             self._free = _new_block(max(nbytes, self.block))
         taken, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64:]
-        return taken
-
-    def place(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, contiguous."""
-        new = self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        return new.copy_(tensor)
+        return taken.view(dtype).view(shape)
 
 
 def _new_block(nbytes: int) -> Tensor:

@@ -23,15 +23,12 @@ from tqdm import tqdm
 
 import backends
 import metrics
-import quantize
 from inference import Engine, check_limits
 from kv_cache import CacheSpec, KVCache, at_position, detach
 from kv_calibrate import attach_calibrated
-from load import MakeLinear, load_checkpoint
 from model import ModelConfig, Transformer
 from needle import hit_rates, make_needles
 from options import (
-    PRECISIONS,
     Parser,
     add_cache_flags,
     add_model_flags,
@@ -111,16 +108,8 @@ class Job:
 
     def load(self) -> tuple[Transformer, type[KVCache]]:
         """The model, and the cache class that --attention asks for."""
-        args = self.args
-
-        def load(make_linear: MakeLinear = quantize.linear) -> Transformer:
-            return load_checkpoint(args.checkpoint_path, self.config, self.device, PRECISIONS[args.precision],
-                                   args.quantization, progress("load"), make_linear)
-
-        if args.attention == "plain":
-            return load(), KVCache
-        model, cache_class, reasons = backends.load_fastest(load, self.device)
-        print("".join(f"note: {reason}\n" for reason in reasons), end="", file=sys.stderr)
+        model, cache_class, notes = backends.load_model(self.args, self.config, self.device, progress("load"))
+        print(notes, end="", file=sys.stderr)
         return model, cache_class
 
 

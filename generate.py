@@ -20,11 +20,10 @@ import backends
 import memory
 import memory_dry_run
 import memory_picture
-import quantize
 import report
 from inference import Engine, Timing, check_limits, make_sampler
 from kv_cache import KVCache
-from load import CheckpointSource, MakeLinear, load_checkpoint, random_model
+from load import CheckpointSource
 from model import ModelConfig, Transformer
 from options import (
     PRECISIONS,
@@ -169,18 +168,8 @@ def progress(what: str, least: int) -> "callable":
 
 def load_model(job: Job) -> tuple[Transformer, type[KVCache]]:
     """The model, with the fastest layers of this device unless plain ones are asked for; the cache class."""
-    args = job.args
-    options = (job.config, job.device, PRECISIONS[args.precision], args.quantization, progress("load", 0))
-
-    def load(make_linear: MakeLinear = quantize.linear) -> Transformer:
-        if args.random_weights:
-            return random_model(*options, make_linear)
-        return load_checkpoint(args.checkpoint_path, *options, make_linear)
-
-    if args.attention == "plain":
-        return load(), KVCache
-    model, cache_class, reasons = backends.load_fastest(load, job.device)
-    print("".join(f"note: {reason}\n" for reason in reasons), end="", file=sys.stderr)
+    model, cache_class, notes = backends.load_model(job.args, job.config, job.device, progress("load", 0))
+    print(notes, end="", file=sys.stderr)
     return model, cache_class
 
 

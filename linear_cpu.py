@@ -151,7 +151,7 @@ class LinearFactory:
         if weight.device.type != "cpu" or n_inputs % 8:
             return quantize.linear(tensors, scheme, bias)
         shape = _padded(len(weight), best_panel(n_inputs)), weight.shape[1]
-        panels = self.memory.empty(shape[0] * shape[1]).view(weight.dtype).view(shape)
+        panels = self.memory.empty(shape, weight.dtype)
         if scheme.startswith("int8"):
             return CpuInt8Linear(weight, tensors["scales"], bias, scheme == "int8dq", panels=panels)
         return CpuInt4Linear(weight, tensors["scales_and_zeros"], bias, panels=panels)

@@ -74,6 +74,7 @@ class _PlainOperators(TorchFunctionMode):
     indexing, x.to(device), x.contiguous(), and which attention kernel to take."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        kwargs = kwargs or {}
         if func == Tensor.to and len(args) == 2 and not kwargs and isinstance(args[1], torch.device):
             moves = args[0].device != args[1]
             return torch.ops.aten._to_copy(args[0], device=args[1]) if moves else args[0]
@@ -83,7 +84,7 @@ class _PlainOperators(TorchFunctionMode):
             return _masked_attention(*args, **kwargs)
         indexing = func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type == "cuda"
         if not indexing:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         x, index, *value = args
         part = _index(x, index if isinstance(index, tuple) else (index,))
         if not value:

@@ -243,16 +243,21 @@ def loading(s: Setup) -> int:
 def _load_linear(s: Setup, N: int, K: int) -> int:
     """Peak while one linear layer is loaded, itself included."""
     packed, full = linear_bytes(s, N, K), N * K * s.dtype.itemsize
-    slab = min(quantize.PACK_VALUES // K // 64 * 64 or 64, N) * K  # quantize._slabs
     paged = s.source != "random" and s.device == "cpu"
     if s.quantization is None:
         return full * (1 + paged)
-    order = _kernel_order(s, packed, min(quantize.SLAB_VALUES // K // 64 * 64 or 64, N) * K)
+    order = _kernel_order(s, packed, _slab(N, K, quantize.SLAB_VALUES))
     if s.source == "random":
         return packed + order
     if s.source == "packed":
         return packed + max(order, packed * paged)
-    return packed + max(full + slab * PACK_SLAB[s.quantization[:4]], order)
+    rounding = _slab(N, K, quantize.PACK_VALUES) * PACK_SLAB[s.quantization[:4]]
+    return packed + max(full + rounding, order)
+
+
+def _slab(N: int, K: int, values: int) -> int:
+    """Weights of the largest slab of a layer."""
+    return quantize._slabs(N, K, values)[0][1] * K
 
 
 def _kernel_order(s: Setup, packed: int, slab: int) -> int:

@@ -185,7 +185,7 @@ def test_errors_are_one_line_before_the_model_is_loaded(
         task: str, flags: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture,
         monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
-    monkeypatch.setattr(evaluate, "load_checkpoint", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(evaluate.backends, "load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path, task, *flags)
     captured = capsys.readouterr()

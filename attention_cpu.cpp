@@ -39,7 +39,7 @@ const Kernels& kernels(int64_t most, int64_t D) {
   int64_t best = level();
   if (most < best) best = most;
 #ifdef GPT_LONG_X86
-  if (best >= 2 && D % 32 == 0) return gpt_long_avx512;
+  if (best >= 2 && D % 64 == 0) return gpt_long_avx512;
   if (best >= 1) return gpt_long_avx2;
 #endif
   return gpt_long_portable;
@@ -154,12 +154,20 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[B * a.H + 1]());
   std::atomic<int64_t>& next = done[B * a.H];
   auto work = [&](int64_t, int64_t) {
-    for (int64_t i; (i = next++) < n;) {
+    for (int64_t i = next++, soon; i < n; i = soon) {
       Item item = items[i];
+      soon = next++;
       int64_t filled = a.start[item.b] + a.T, first = item.part * Parts(filled, a.T).slots;
       Parts parts(filled, a.T);
       int64_t last = first + parts.slots < filled ? first + parts.slots : filled;
-      run.attend(a, item.b, item.h, first, last, state.get() + i * floats);
+      const char *k = nullptr, *v = nullptr;
+      if (soon < n) {
+        Item then = items[soon];
+        int64_t slot = then.part * Parts(a.start[then.b] + a.T, a.T).slots;
+        k = a.k.at(then.b, then.h, slot);
+        v = a.v.at(then.b, then.h, slot);
+      }
+      run.attend(a, item.b, item.h, first, last, state.get() + i * floats, k, v);
       if (done[item.b * a.H + item.h].fetch_add(1) + 1 == parts.count)  // the last part combines them all
         run.combine(a, item.b, item.h, parts.count, state.get() + (i - item.part) * floats);
     }

@@ -39,7 +39,8 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
 
 struct Kernels {
   void (*rotate)(const Attention&, int64_t B, float* out);
-  void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part);
+  void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part,
+                 const char* k_soon, const char* v_soon);  // rows to be attended to next
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
   void (*store)(const Store&, int64_t row, int64_t last_row);  // rows are b * T + t
 };

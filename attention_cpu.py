@@ -53,7 +53,8 @@ def _huge_pages_fake(x: Tensor) -> None:
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
-    headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h")
+    headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h", "attention_cpu_int8.h",
+               "attention_cpu_tile.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)

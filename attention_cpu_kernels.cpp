@@ -10,16 +10,13 @@
 //   values   probability times V's scale, rounded to 16 bits of the tile's largest, times V, summed in int32
 // int32 cannot overflow: 32767 * 127 * 512 < 2^31, and no sum is longer than 512 (D <= 512, kTile <= 512).
 // A 16-bit cache takes the same steps in float32; 4-bit rows become int8, a tile at a time.
-#include "attention_cpu.h"
-#include "cpu_vector.h"
+#include "attention_cpu_int8.h"
 #include "attention_cpu_packed.h"
 
 #include <cmath>
 #include <type_traits>
 
 namespace {
-
-constexpr int kBlock = 4;  // queries that share one pass over a tile: their sums stay in registers
 
 inline void load_row(const char* p, int64_t stride, Kind kind, int64_t D, float* out) {
   if (kind == kFloat32) {
@@ -41,25 +38,12 @@ inline float largest_magnitude(const float* x, int64_t D) {
 
 // How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells
 // where value d of a row ends up, and queries and outputs are kept in that order.
-struct Int8 {
-  typedef I Sum;
-  typedef int32_t Score;
-  typedef int16_t Query;
-  typedef int8_t Stored;
-  static constexpr int kValues = 2 * W;
-  struct Chunk { S x; };
-  static Chunk load_chunk(const char* row) { return {widen(row)}; }
-  static Chunk query(const Query* q) { return {load<S>(q)}; }
-  static void settle(Chunk& c) { SETTLE(c.x); }
-  static Sum add(Sum sum, Chunk k, Chunk q) { return dot(sum, k.x, q.x); }
-  static int64_t place(int64_t d) { return d; }
-};
 struct Float32 {
   typedef F Sum;
   typedef float Score;
   typedef float Query;
   typedef float Stored;
-  static constexpr int kValues = 2 * W;
+  static constexpr int kValues = 2 * W, kRows = 8;
   struct Chunk { F x, y; };
   static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
   static Chunk query(const Query* q) { return load_chunk((const char*)q); }
@@ -82,27 +66,14 @@ template <class Call> inline void with_kind(Kind kind, const Call& f) {
   else f(Float32());
 }
 
-struct Tile {  // n slots of one head
-  const char *k, *v;
-  int64_t k_stride, v_stride, n;
-  alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
-};
-
-// Scores of NQ queries q [NQ][D] with eight rows: out [NQ][kTile], before any scale.  Meanwhile the first
-// `fetch` bytes of the same rows of V come closer: waiting for them later costs more than all else.
+// Scores of NQ queries q, each in the place of D floats, with eight rows: out [NQ][kTile], before any scale.
 template <class K, int NQ>
-INLINE void score_eight(const char* row, int64_t stride, const typename K::Query* q, int64_t D, const char* v,
-                        int64_t v_stride, int64_t fetch, char* out) {
+INLINE void score_eight(const char* row, int64_t stride, const float* q, int64_t D, Fetch& fetch,
+                        char* out) {
   constexpr int64_t bytes = K::kValues * sizeof(typename K::Stored);
   typename K::Sum pairs[NQ][4];
   for (int i = 0; i < 4; i++, row += 2 * stride) {
-    for (int64_t end = fetch; end > 0; end -= 64) {
-      __builtin_prefetch(v + end - 1, 0, 2);
-      __builtin_prefetch(v + v_stride + end - 1, 0, 2);
-      prefetch_far(row + end - 1);
-      prefetch_far(row + stride + end - 1);
-    }
-    v += 2 * v_stride;
+    fetch.next(2);
     REREAD(q);
     typename K::Sum sum0[NQ], sum1[NQ];
     for (int j = 0; j < NQ; j++) sum0[j] = sum1[j] = typename K::Sum{};
@@ -110,7 +81,7 @@ INLINE void score_eight(const char* row, int64_t stride, const typename K::Query
     for (int64_t c = 0; c < D; c += K::kValues, row0 += bytes, row1 += bytes) {
       typename K::Chunk k0 = K::load_chunk(row0), k1 = K::load_chunk(row1);
       for (int j = 0; j < NQ; j++) {
-        typename K::Chunk x = K::query(q + j * D + c);
+        typename K::Chunk x = K::query((const typename K::Query*)(q + j * D) + c);
         K::settle(x);
         sum0[j] = K::add(sum0[j], k0, x);
         sum1[j] = K::add(sum1[j], k1, x);
@@ -125,27 +96,24 @@ INLINE void score_eight(const char* row, int64_t stride, const typename K::Query
 
 // The same with the n filled rows of a tile.  FixedD (0: any) unrolls the loop over D.
 template <class K, int NQ, int FixedD>
-OUTLINE void scores(const Tile& t, const typename K::Query* q, int64_t D, int64_t fetch, void* out) {
+OUTLINE void scores(Tile& t, const float* q, int64_t D, void* out) {
   if (FixedD) D = FixedD;
-  const int64_t score = sizeof(typename K::Score), stride = t.k_stride;
-  if (t.n < 8) {  // no row past the filled ones is read: the same row eight times, the next one overwrites
+  auto score = [&](int64_t s, int64_t stride) {
+    const char* row = t.k + s * t.k_stride;
+    char* to = (char*)out + s * sizeof(typename K::Score);
+    if constexpr (K::kRows == 16) K::template score_sixteen<NQ>(row, stride, q, D, t.v_soon, to);
+    else score_eight<K, NQ>(row, stride, q, D, t.v_soon, to);
+  };
+  if (t.n < K::kRows) {  // no row past the filled ones is read: the same row many times, the next one overwrites
     REREAD(D);
-    for (int64_t s = 0; s < t.n; s++)
-      score_eight<K, NQ>(t.k + s * stride, 0, q, D, nullptr, 0, 0, (char*)out + s * score);
+    for (int64_t s = 0; s < t.n; s++) score(s, 0);
     return;
   }
-  for (int64_t s = 0; s < t.n; s += 8) {
-    s = s < t.n - 8 ? s : t.n - 8;
-    const char* v = t.v + s * t.v_stride;
-    score_eight<K, NQ>(t.k + s * stride, stride, q, D, v, t.v_stride, fetch, (char*)out + s * score);
+  for (int64_t s = 0; s < t.n; s += K::kRows) {
+    s = s < t.n - K::kRows ? s : t.n - K::kRows;
+    score(s, t.k_stride);
   }
 }
-
-struct Weights {  // the probabilities of NQ queries over a tile, relative to the tile's largest
-  alignas(64) float score[kBlock][kTile];    // first int32 or float scores, then probabilities
-  alignas(64) int16_t rounded[kBlock][kTile];  // times V's scale
-  float shrink[kBlock], factor[kBlock];      // outputs = outputs * shrink + weights @ V * factor
-};
 
 // One query's softmax step over a tile of n scores of which it sees `seen`.
 template <bool IntK, bool IntV>
@@ -185,7 +153,7 @@ void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float*
     float weight = greatest(top_weight), up = 32767 / weight;
     for (s = 0; s < n; s += W) {
       I rounded = __builtin_convertvector(load<F>(score + s) * up + 0.5f, I);
-      save(w.rounded[j] + s, __builtin_convertvector(rounded, Half));
+      store_weights(rounded, s, w.rounded[j]);
     }
     w.factor[j] *= weight / 32767;
   }
@@ -193,40 +161,8 @@ void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float*
   top = new_top;
 }
 
-template <int NQ>
-inline void add_values(float* y, int64_t D, const Weights& w, const F* first, const F* second) {
-  for (int j = 0; j < NQ; j++, y += D) {
-    save(y, load<F>(y) * w.shrink[j] + first[j] * w.factor[j]);
-    save(y + W, load<F>(y + W) * w.shrink[j] + second[j] * w.factor[j]);
-  }
-}
-
-template <int NQ>
-OUTLINE void values_int8(const Tile& t, const Weights& w, int64_t D, float* y) {
-  for (int64_t c = 0; c < D; c += Int8::kValues) {
-    I x0[NQ], x1[NQ];
-    for (int j = 0; j < NQ; j++) x0[j] = x1[j] = I{};
-    auto add = [&](int64_t s, const char* row, const char* next) {
-      S v0, v1;
-      interleave(row, next, v0, v1);
-      for (int j = 0; j < NQ; j++) {
-        S p = (S)(I{} + load<int32_t>(w.rounded[j] + s));
-        x0[j] = dot(x0[j], v0, p);
-        x1[j] = dot(x1[j], v1, p);
-      }
-    };
-    const char* row = t.v + c;
-    int64_t s = 0;
-    for (; s + 2 <= t.n; s += 2, row += 2 * t.v_stride) add(s, row, row + t.v_stride);
-    if (s < t.n) add(s, row, row);  // the weight past an odd end is zero
-    F first[NQ], second[NQ];
-    for (int j = 0; j < NQ; j++) first[j] = to_float(x0[j]), second[j] = to_float(x1[j]);
-    add_values<NQ>(y + c, D, w, first, second);
-  }
-}
-
 template <class V, int NQ>
-OUTLINE void values_float(const Tile& t, const Weights& w, int64_t D, float* y) {
+OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
   constexpr int kSums = NQ == 1 ? 4 : NQ == 2 ? 2 : 1;  // enough sums in flight to hide the latency
   const char* rows = t.v;
   for (int64_t c = 0; c < D; c += V::kValues, rows += V::kValues * sizeof(typename V::Stored)) {
@@ -234,6 +170,7 @@ OUTLINE void values_float(const Tile& t, const Weights& w, int64_t D, float* y) 
     for (int u = 0; u < kSums; u++)
       for (int j = 0; j < NQ; j++) x[u][j] = z[u][j] = F{};
     auto add = [&](int u, int64_t s) {
+      t.k_soon.next(1);
       typename V::Chunk v = V::load_chunk(rows + s * t.v_stride);
       for (int j = 0; j < NQ; j++) {
         x[u][j] += v.x * w.score[j][s];
@@ -262,7 +199,7 @@ void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_
 
 // NQ queries, from query j of the item on, meet a tile.  Query j is of token j / G, which tells what it sees.
 template <int NQ>
-void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_first, float* part,
+void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first, float* part,
                   Weights& w) {
   int64_t N = a.queries();
   float *top = part + j, *total = top + N, *mul = total + N;
@@ -270,8 +207,7 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
   with_kind(a.k_kind, [&](auto kind) {
     typedef decltype(kind) K;
     auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
-    int64_t fetch = j == 0 ? a.D * bytes_of(a.v_kind) : 0;
-    run(t, (const typename K::Query*)q + j * a.D, a.D, fetch, w.score);
+    run(t, q + j * a.D, a.D, w.score);
   });
   bool int_k = a.k_kind == kInt8, int_v = a.v_kind == kInt8;
   auto step = int_k ? int_v ? softmax<true, true> : softmax<true, false>
@@ -297,20 +233,21 @@ void attend_block(const Attention& a, const Tile& t, int64_t j, int64_t seen_by_
 // The item's queries as its K wants them, with the factor that makes a score an exponent of two.
 template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, float* mul, float* prepared) {
   float row[kMaxHeadDim];
-  auto out = (typename K::Query*)prepared;
-  for (int64_t j = 0; j < a.queries(); j++, out += a.D) {
+  for (int64_t j = 0; j < a.queries(); j++) {
     load_row(a.q.at(b, h * a.G + j % a.G, j / a.G), a.q.d, a.q_kind, a.D, row);
     mul[j] = 1.44269504f / std::sqrt((float)a.D);
-    float up = 1;
-    if (a.k_kind == kInt8) {
-      float most = largest_magnitude(row, a.D);
-      up = most > 1e-30f ? 32767 / most : 0;
-      mul[j] *= most / 32767;
-    }
-    for (int64_t d = 0; d < a.D; d++) {
-      float x = row[d] * up;
-      if (a.k_kind == kInt8) x += x < 0 ? -0.5f : 0.5f;  // the conversion cuts
-      out[K::place(d)] = (typename K::Query)x;
+    float* out = prepared + j * a.D;
+    if constexpr (std::is_same_v<K, Int8>) {
+      int32_t rounded[kMaxHeadDim];
+      float most = largest_magnitude(row, a.D), up = most > 1e-30f ? kQueryMost / most : 0;
+      mul[j] *= most / kQueryMost;
+      for (int64_t d = 0; d < a.D; d++) {
+        float x = row[d] * up;
+        rounded[d] = (int32_t)(x < 0 ? x - 0.5f : x + 0.5f);
+      }
+      K::store_query(rounded, a.D, out);
+    } else {
+      for (int64_t d = 0; d < a.D; d++) out[K::place(d)] = row[d];
     }
   }
 }
@@ -326,7 +263,8 @@ void rotate(const Attention& a, int64_t B, float* out) {
       }
 }
 
-void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part) {
+void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part, const char* k_soon,
+            const char* v_soon) {
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
   with_kind(a.k_kind, [&](auto kind) {
@@ -339,10 +277,18 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
   t.k_stride = a.k_strong < 0 ? a.k.s : a.D;
   t.v_stride = a.v_strong < 0 ? a.v.s : a.D;
+  auto bytes = [&](Kind kind, int64_t strong) { return strong < 0 ? a.D * bytes_of(kind) : (a.D + strong) / 2; };
+  int64_t k_bytes = bytes(a.k_kind, a.k_strong), v_bytes = bytes(a.v_kind, a.v_strong);
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
     t.k = a.k_strong < 0 ? a.k.at(b, h, s) : k_rows;
     t.v = a.v_strong < 0 ? a.v.at(b, h, s) : v_rows;
+    int64_t left = last - s - t.n, next = left < kTile ? left : kTile;
+    bool end = left == 0;
+    if (end) next = k_soon ? kTile : 0;
+    t.k_soon = {end ? k_soon : a.k.at(b, h, s + t.n), a.k.s, k_bytes, next};
+    t.v_soon = {end ? v_soon : a.v.at(b, h, s + t.n), a.v.s, v_bytes, next};
+    if (a.v_strong < 0) t.v_soon = {t.v, a.v.s, v_bytes, t.n};
     if (a.k_strong >= 0) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
     if (a.v_strong >= 0) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);

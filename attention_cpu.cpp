@@ -160,7 +160,7 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
       int64_t filled = a.start[item.b] + a.T, first = item.part * Parts(filled, a.T).slots;
       Parts parts(filled, a.T);
       int64_t last = first + parts.slots < filled ? first + parts.slots : filled;
-      const char *k = nullptr, *v = nullptr;
+      const char *k = a.k.at(item.b, item.h, first), *v = k;
       if (soon < n) {
         Item then = items[soon];
         int64_t slot = then.part * Parts(a.start[then.b] + a.T, a.T).slots;

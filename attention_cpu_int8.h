@@ -15,29 +15,38 @@ constexpr int kQueryMost = 127 * 256 + 127;  // so that both bytes of a query ar
 inline I dot_bytes(I acc, I x, I y) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)y); }
 inline I broadcast(const void* four) { return I{} + load<int32_t>(four); }
 
-// Bytes 0 to 15 of sixteen rows, four to a vector: lane s is of row s.
-INLINE void across(const char* rows, int64_t stride, I out[4]) {
-  __m512i x[4], low[2], high[2];
+// Keys take 256 bits at a time: on AMD's double-pumped units loads that gather rows cost half as much.
+typedef int32_t Eight __attribute__((vector_size(32)));
+inline Eight dot_bytes(Eight acc, Eight x, Eight y) {
+  return (Eight)_mm256_dpbusd_epi32((__m256i)acc, (__m256i)x, (__m256i)y);
+}
+
+// Indices to kLevels, the low four bits of every byte, as levels + 128.
+inline Eight levels_above(Eight index) {
+  const __m256i above = _mm256_broadcastsi128_si256(_mm_xor_si128(load<__m128i>(kLevels), _mm_set1_epi8(-128)));
+  return (Eight)_mm256_shuffle_epi8(above, (__m256i)(index & 0x0f0f0f0f));
+}
+
+// Bytes 0 to 15 of eight rows, four to a vector: lane s is of row s.
+INLINE void across(const char* rows, int64_t stride, Eight out[4]) {
+  __m256i x[4], low[2], high[2];
   for (int i = 0; i < 4; i++) {
     const char* row = rows + i * stride;
-    x[i] = _mm512_broadcast_i32x4(load<__m128i>(row));
-    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x00f0, load<__m128i>(row + 4 * stride));
-    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x0f00, load<__m128i>(row + 8 * stride));
-    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0xf000, load<__m128i>(row + 12 * stride));
+    x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(row)), load<__m128i>(row + 4 * stride), 1);
   }
   for (int i = 0; i < 2; i++) {
-    low[i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    high[i] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    low[i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    high[i] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
   }
-  out[0] = (I)_mm512_unpacklo_epi64(low[0], low[1]);
-  out[1] = (I)_mm512_unpackhi_epi64(low[0], low[1]);
-  out[2] = (I)_mm512_unpacklo_epi64(high[0], high[1]);
-  out[3] = (I)_mm512_unpackhi_epi64(high[0], high[1]);
+  out[0] = (Eight)_mm256_unpacklo_epi64(low[0], low[1]);
+  out[1] = (Eight)_mm256_unpackhi_epi64(low[0], low[1]);
+  out[2] = (Eight)_mm256_unpacklo_epi64(high[0], high[1]);
+  out[3] = (Eight)_mm256_unpackhi_epi64(high[0], high[1]);
 }
 
 struct Int8 {
-  typedef int32_t Score;
-  static constexpr int kRows = 16;
+  static constexpr bool kMeetsPacked = true;  // 4-bit keys are met as they are stored
+  template <int NQ> static void scores(Tile& t, const float* q, int64_t D, void* out);
   // Where value d of an output ends up.
   static int64_t place(int64_t d) { return (d & ~63) + (d >> 2 & 3) * 16 + (d >> 4 & 3) * 4 + (d & 3); }
 
@@ -53,28 +62,68 @@ struct Int8 {
     sum = (int32_t)(128u * (uint32_t)sum);
     save(bytes + 2 * D, sum);
   }
+};
 
-  template <int NQ>
-  static INLINE void score_sixteen(const char* rows, int64_t stride, const float* q, int64_t D, Fetch& fetch,
-                                   char* out) {
-    I high[NQ], low[NQ], keys[4];
-    for (int j = 0; j < NQ; j++) high[j] = low[j] = I{};
-    for (int64_t c = 0; c < D; c += 16) {
-      fetch.next(4);
-      across(rows + c, stride, keys);
-      for (int i = 0; i < 4; i++) {
-        I key = keys[i] ^ (int32_t)0x80808080;
-        for (int j = 0; j < NQ; j++) {
-          const char* query = (const char*)(q + j * D) + c + 4 * i;
-          high[j] = dot_bytes(high[j], key, broadcast(query));
-          low[j] = dot_bytes(low[j], key, broadcast(query + D));
-        }
+constexpr int kVectors = 2;          // of eight slots that share a query's bytes
+
+// Scores of NQ queries with 8 * kVectors rows.  Of a packed row the first `strong` bytes are values.
+template <int NQ, bool Packed>
+INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t D, int64_t strong, Fetch& fetch,
+                       char* out) {
+  const int64_t bytes = Packed ? (D + strong) / 2 : D, half = (D - strong) / 2;
+  Eight high[kVectors][NQ], low[kVectors][NQ], x[kVectors][4];
+  for (int r = 0; r < kVectors; r++)
+    for (int j = 0; j < NQ; j++) high[r][j] = low[r][j] = Eight{};
+  auto meet = [&](const Eight* key, int64_t d) {  // values d .. d+3 of the rows
+    for (int j = 0; j < NQ; j++) {
+      const char* query = (const char*)(q + j * D) + d;
+      Eight upper = Eight{} + load<int32_t>(query), lower = Eight{} + load<int32_t>(query + D);
+      for (int r = 0; r < kVectors; r++) {
+        high[r][j] = dot_bytes(high[r][j], key[r], upper);
+        low[r][j] = dot_bytes(low[r][j], key[r], lower);
       }
     }
-    for (int j = 0; j < NQ; j++)
-      save(out + j * kTile * 4, (high[j] << 8) + low[j] - load<int32_t>((const char*)(q + j * D) + 2 * D));
+  };
+  for (int64_t c = 0; c < bytes; c += 16) {
+    fetch.next(2 * kVectors);
+    for (int r = 0; r < kVectors; r++) across(rows + c + 8 * r * stride, stride, x[r]);
+    for (int i = 0; i < 4; i++) {
+      int64_t at = c + 4 * i;
+      Eight key[kVectors], other[kVectors];
+      if (!Packed || at < strong) {
+        for (int r = 0; r < kVectors; r++) key[r] = x[r][i] ^ (int32_t)0x80808080;
+        meet(key, at);
+      } else if (at < bytes) {
+        for (int r = 0; r < kVectors; r++) key[r] = levels_above(x[r][i]), other[r] = levels_above(x[r][i] >> 4);
+        meet(key, at);
+        meet(other, at + half);
+      }
+    }
   }
-};
+  for (int r = 0; r < kVectors; r++)
+    for (int j = 0; j < NQ; j++) {
+      Eight sum = (high[r][j] << 8) + low[r][j] - load<int32_t>((const char*)(q + j * D) + 2 * D);
+      save(out + (j * kTile + 8 * r) * 4, sum);
+    }
+}
+
+// The same with the n filled rows of a tile: out [NQ][kTile], before any scale.
+template <int NQ, bool Packed> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
+  constexpr int64_t kRows = 8 * kVectors;
+  const int64_t strong = t.k_strong, bytes = Packed ? (D + strong) / 2 : D, last = t.n - kRows;
+  Fetch soon = t.v_soon;
+  for (int64_t s = 0; s < last; s += kRows)
+    score_rows<NQ, Packed>(t.k + s * t.k_stride, t.k_stride, q, D, strong, soon, (char*)out + s * 4);
+  // The last rows from a copy: what lies behind the filled ones is not read.
+  alignas(64) char rows[kRows * kMaxHeadDim];
+  int64_t first = last > 0 ? last : 0, stride = (bytes + 15) & ~15;
+  for (int64_t s = first; s < t.n; s++) memcpy(rows + (s - first) * stride, t.k + s * t.k_stride, bytes);
+  score_rows<NQ, Packed>(rows, stride, q, D, strong, soon, (char*)out + first * 4);
+}
+
+template <int NQ> void Int8::scores(Tile& t, const float* q, int64_t D, void* out) {
+  t.k_strong < 0 ? scores_int8<NQ, false>(t, q, D, out) : scores_int8<NQ, true>(t, q, D, out);
+}
 
 // Rounded probabilities of slots s .. s+15: high bytes, and kTile bytes later low ones.
 inline void store_weights(I p, int64_t s, int16_t* rounded) {
@@ -94,7 +143,6 @@ OUTLINE void values_of_half(Tile& t, const Weights& w, int64_t D, const char* ro
       __m512i x = load<__m512i>(p), y = load<__m512i>(q);
       return Half ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
     };
-    t.k_soon.next(2);
     __m512i ab = bytes(a, b), cd = bytes(c, d);
     I first = (I)_mm512_unpacklo_epi16(ab, cd), second = (I)_mm512_unpackhi_epi16(ab, cd);
     for (int j = 0; j < NQ; j++) {
@@ -107,9 +155,13 @@ OUTLINE void values_of_half(Tile& t, const Weights& w, int64_t D, const char* ro
     }
   };
   const int64_t stride = t.v_stride;
+  Fetch soon = t.k_soon;
   int64_t s = 0;
-  for (; s + 4 <= t.n; s += 4, rows += 4 * stride)
+  for (; s + 4 <= t.n; s += 4, rows += 4 * stride) {
+    soon.next(2);
     add(s, rows, rows + stride, rows + 2 * stride, rows + 3 * stride);
+  }
+  t.k_soon = soon;
   if (s < t.n) {  // weights past the end are zero
     const char *b = rows + (s + 1 < t.n ? stride : 0), *c = rows + (s + 2 < t.n ? 2 * stride : 0);
     add(s, rows, b, c, rows);
@@ -134,7 +186,8 @@ struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds
   typedef int32_t Score;
   typedef int16_t Query;
   typedef int8_t Stored;
-  static constexpr int kValues = 2 * W, kRows = 8;
+  static constexpr bool kMeetsPacked = false;  // 4-bit keys become int8 rows first
+  static constexpr int kValues = 2 * W;
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }
   static Chunk query(const Query* q) { return {load<S>(q)}; }

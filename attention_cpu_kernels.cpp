@@ -43,7 +43,8 @@ struct Float32 {
   typedef float Score;
   typedef float Query;
   typedef float Stored;
-  static constexpr int kValues = 2 * W, kRows = 8;
+  static constexpr bool kMeetsPacked = false;
+  static constexpr int kValues = 2 * W;
   struct Chunk { F x, y; };
   static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
   static Chunk query(const Query* q) { return load_chunk((const char*)q); }
@@ -73,7 +74,7 @@ INLINE void score_eight(const char* row, int64_t stride, const float* q, int64_t
   constexpr int64_t bytes = K::kValues * sizeof(typename K::Stored);
   typename K::Sum pairs[NQ][4];
   for (int i = 0; i < 4; i++, row += 2 * stride) {
-    fetch.next(2);
+    fetch.next(2 * D / K::kValues * bytes / 64);
     REREAD(q);
     typename K::Sum sum0[NQ], sum1[NQ];
     for (int j = 0; j < NQ; j++) sum0[j] = sum1[j] = typename K::Sum{};
@@ -98,20 +99,16 @@ INLINE void score_eight(const char* row, int64_t stride, const float* q, int64_t
 template <class K, int NQ, int FixedD>
 OUTLINE void scores(Tile& t, const float* q, int64_t D, void* out) {
   if (FixedD) D = FixedD;
-  auto score = [&](int64_t s, int64_t stride) {
-    const char* row = t.k + s * t.k_stride;
-    char* to = (char*)out + s * sizeof(typename K::Score);
-    if constexpr (K::kRows == 16) K::template score_sixteen<NQ>(row, stride, q, D, t.v_soon, to);
-    else score_eight<K, NQ>(row, stride, q, D, t.v_soon, to);
-  };
-  if (t.n < K::kRows) {  // no row past the filled ones is read: the same row many times, the next one overwrites
+  Fetch soon = t.v_soon;
+  if (t.n < 8) {  // no row past the filled ones is read: the same row eight times, the next one overwrites
     REREAD(D);
-    for (int64_t s = 0; s < t.n; s++) score(s, 0);
+    for (int64_t s = 0; s < t.n; s++)
+      score_eight<K, NQ>(t.k + s * t.k_stride, 0, q, D, soon, (char*)out + s * sizeof(typename K::Score));
     return;
   }
-  for (int64_t s = 0; s < t.n; s += K::kRows) {
-    s = s < t.n - K::kRows ? s : t.n - K::kRows;
-    score(s, t.k_stride);
+  for (int64_t s = 0; s < t.n; s += 8) {
+    s = s < t.n - 8 ? s : t.n - 8;
+    score_eight<K, NQ>(t.k + s * t.k_stride, t.k_stride, q, D, soon, (char*)out + s * sizeof(typename K::Score));
   }
 }
 
@@ -165,12 +162,13 @@ template <class V, int NQ>
 OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
   constexpr int kSums = NQ == 1 ? 4 : NQ == 2 ? 2 : 1;  // enough sums in flight to hide the latency
   const char* rows = t.v;
+  Fetch soon = t.k_soon;
   for (int64_t c = 0; c < D; c += V::kValues, rows += V::kValues * sizeof(typename V::Stored)) {
     F x[kSums][NQ], z[kSums][NQ];
     for (int u = 0; u < kSums; u++)
       for (int j = 0; j < NQ; j++) x[u][j] = z[u][j] = F{};
     auto add = [&](int u, int64_t s) {
-      t.k_soon.next(1);
+      soon.next(1);
       typename V::Chunk v = V::load_chunk(rows + s * t.v_stride);
       for (int j = 0; j < NQ; j++) {
         x[u][j] += v.x * w.score[j][s];
@@ -185,6 +183,7 @@ OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
       for (int j = 0; j < NQ; j++) x[0][j] += x[u][j], z[0][j] += z[u][j];
     add_values<NQ>(y + c, D, w, x[0], z[0]);
   }
+  t.k_soon = soon;
 }
 
 void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
@@ -203,11 +202,16 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
                   Weights& w) {
   int64_t N = a.queries();
   float *top = part + j, *total = top + N, *mul = total + N;
+  if (j > 0) t.k_soon = t.v_soon = {t.k};
   float *y = part + 3 * N + j * a.D, *q = part + (3 + a.D) * N;
   with_kind(a.k_kind, [&](auto kind) {
     typedef decltype(kind) K;
-    auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
-    run(t, q + j * a.D, a.D, w.score);
+    if constexpr (K::kMeetsPacked) {
+      K::template scores<NQ>(t, q + j * a.D, a.D, w.score);
+    } else {
+      auto run = a.D == 64 ? scores<K, NQ, 64> : scores<K, NQ, 0>;
+      run(t, q + j * a.D, a.D, w.score);
+    }
   });
   bool int_k = a.k_kind == kInt8, int_v = a.v_kind == kInt8;
   auto step = int_k ? int_v ? softmax<true, true> : softmax<true, false>
@@ -275,22 +279,22 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  t.k_stride = a.k_strong < 0 ? a.k.s : a.D;
-  t.v_stride = a.v_strong < 0 ? a.v.s : a.D;
-  auto bytes = [&](Kind kind, int64_t strong) { return strong < 0 ? a.D * bytes_of(kind) : (a.D + strong) / 2; };
-  int64_t k_bytes = bytes(a.k_kind, a.k_strong), v_bytes = bytes(a.v_kind, a.v_strong);
+  bool k_packed = a.k_strong >= 0, v_packed = a.v_strong >= 0;
+  bool unpack_k = k_packed && !(Int8::kMeetsPacked && a.k_strong % 4 == 0 && (a.D - a.k_strong) % 8 == 0);
+  t.k_strong = unpack_k ? -1 : a.k_strong;
+  t.k_stride = unpack_k ? a.D : a.k.s;
+  t.v_stride = v_packed ? a.D : a.v.s;
+  int64_t k_bytes = a.D * bytes_of(a.k_kind), v_bytes = a.D * bytes_of(a.v_kind);
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
-    t.k = a.k_strong < 0 ? a.k.at(b, h, s) : k_rows;
-    t.v = a.v_strong < 0 ? a.v.at(b, h, s) : v_rows;
-    int64_t left = last - s - t.n, next = left < kTile ? left : kTile;
-    bool end = left == 0;
-    if (end) next = k_soon ? kTile : 0;
-    t.k_soon = {end ? k_soon : a.k.at(b, h, s + t.n), a.k.s, k_bytes, next};
-    t.v_soon = {end ? v_soon : a.v.at(b, h, s + t.n), a.v.s, v_bytes, next};
-    if (a.v_strong < 0) t.v_soon = {t.v, a.v.s, v_bytes, t.n};
-    if (a.k_strong >= 0) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
-    if (a.v_strong >= 0) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
+    t.k = unpack_k ? k_rows : a.k.at(b, h, s);
+    t.v = v_packed ? v_rows : a.v.at(b, h, s);
+    bool more = s + t.n < last;
+    const char* v_next = more ? a.v.at(b, h, s + t.n) : v_soon;
+    t.k_soon = {more ? a.k.at(b, h, s + t.n) : k_soon, a.k.s * 64 / v_bytes};
+    t.v_soon = {v_packed ? v_next : t.v, a.v.s * 64 / k_bytes};
+    if (unpack_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
+    if (v_packed) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;

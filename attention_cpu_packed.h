@@ -1,14 +1,12 @@
 // Storing integers: int8 rows, and 4-bit rows as quantize4 of kv_cache.py makes them: `strong` coordinates as int8,
 // then indices to kLevels, the first half of the others in the low nibbles and the second half in the high ones.
 #pragma once
-#include "attention_cpu.h"
-#include "cpu_vector.h"
+#include "attention_cpu_tile.h"
 
 #include <cmath>
 
 namespace {
 
-constexpr int8_t kLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
 constexpr float kSigma = 127 / 2.7326f;
 constexpr float kTrials[] = {0.85f, 0.92f, 1.0f, 1.08f, 1.16f};
 

@@ -5,24 +5,22 @@
 
 namespace {
 
+constexpr int8_t kLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
+
 constexpr int kBlock = 4;  // queries that share one pass over a tile: their sums stay in registers
 
-// Rows that will be wanted soon, asked for line by line between other work: memory is never idle then.
+// Rows that will be wanted soon, asked for line by line between other work, so that memory is never idle.
 struct Fetch {
-  const char* row;
-  int64_t stride, bytes, rows, at = 0;
-  void next(int lines) {
-    for (int i = 0; i < lines && rows > 0; i++) {
-      __builtin_prefetch(row + at, 0, 2);
-      at += 64;
-      if (at >= bytes) at = 0, row += stride, rows--;
-    }
+  const char* p = nullptr;
+  int64_t step = 0;  // as many as there are calls make a tile
+  void next(int64_t lines) {
+    for (int64_t i = 0; i < lines; i++, p += step) __builtin_prefetch(p, 0, 2);
   }
 };
 
 struct Tile {  // n slots of one head
   const char *k, *v;
-  int64_t k_stride, v_stride, n;
+  int64_t k_stride, v_stride, n, k_strong;  // k_strong: of packed rows, -1 of others
   Fetch v_soon, k_soon;  // this tile's V, the next one's K
   alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
 };

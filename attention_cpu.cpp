@@ -1,6 +1,7 @@
 // PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write and attend.
 #include "attention_cpu.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -69,12 +70,12 @@ int64_t strong_of(const Tensor& values, int64_t D) {
   return values.scalar_type() == at::kByte ? 2 * values.size(3) - D : -1;
 }
 
-const float* basis_of(MaybeTensor m, int64_t strong, int64_t H, int64_t D) {
+const uint16_t* basis_of(MaybeTensor m, int64_t strong, int64_t H, int64_t D) {
   TORCH_CHECK(m.has_value() == (strong >= 0), "attention_cpu: 4-bit rows come with a basis, others without");
   if (!m.has_value()) return nullptr;
-  TORCH_CHECK(m->scalar_type() == at::kFloat && m->is_contiguous() && m->numel() == H * D * D,
-              "attention_cpu: a basis is float32 [H, D, D]");
-  return (const float*)m->data_ptr();
+  TORCH_CHECK(m->scalar_type() == at::kBFloat16 && m->is_contiguous() && m->numel() == H * D * D,
+              "attention_cpu: a basis is bfloat16 [H, D, D]");
+  return (const uint16_t*)m->data_ptr();
 }
 
 View scale_view(MaybeTensor t, const Tensor& values) {
@@ -103,25 +104,31 @@ void check(const Tensor& x, const Tensor& start, const Tensor& values) {
                 " do not fit in a cache of ", S, " slots");
 }
 
-void write_one(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales,
-               MaybeTensor basis, int64_t most) {
+Store store_of(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, MaybeTensor basis) {
   check(x, start, values);
   TORCH_CHECK(values.size(1) == x.size(1), x.size(1), " heads for a cache of ", values.size(1));
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
              scales.has_value() && scales->size(1) == x.size(1), strong_of(values, x.size(3))};
   a.basis = basis_of(basis, a.strong, a.H, a.D);
-  const Kernels& run = kernels(most, a.D);
-  int64_t rows = x.size(0) * a.T, grain = 16384 / (a.H * a.D) + 1;
-  if (rows <= grain) return run.store(a, 0, rows);
-  in_parallel(rows, grain, [&](int64_t first, int64_t last) { run.store(a, first, last); });
+  return a;
 }
 
 void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values,
                   MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_in,
                   MaybeTensor v_in, int64_t level) {
-  write_one(start, k, k_values, k_scales, k_in, level);
-  write_one(start, v, v_values, v_scales, v_in, level);
+  Store both[] = {store_of(start, k, k_values, k_scales, k_in), store_of(start, v, v_values, v_scales, v_in)};
+  const Kernels& run = kernels(level, k.size(3));
+  int64_t rows = k.size(0) * k.size(2), values = k.size(1) * k.size(3);
+  auto work = [&](int64_t first, int64_t last) {  // K's rows, then V's
+    for (int64_t i = 0; i < 2; i++) {
+      int64_t lo = std::max(first - i * rows, (int64_t)0), hi = std::min(last - i * rows, rows);
+      if (lo < hi) run.store(both[i], lo, hi);
+    }
+  };
+  int64_t grain = k_in || v_in ? 1 : 16384 / values + 1;  // reading a basis takes longer than waking a thread
+  if (2 * rows <= grain) return work(0, 2 * rows);
+  in_parallel(2 * rows, grain, work);
 }
 
 constexpr int64_t kTokens = 16;  // of a call that are computed at a time
@@ -201,7 +208,7 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
   std::unique_ptr<float[]> rotated;
   if (a.q_in) {
     rotated.reset(new float[q.numel()]);
-    run.rotate(a, B, rotated.get());
+    in_parallel(B * H, 1, [&](int64_t first, int64_t last) { run.rotate(a, first, last, rotated.get()); });
     a.q = {(char*)rotated.get(), 4 * Hq * T * D, 4 * T * D, 4 * D, 4};
     a.q_kind = kFloat32;
   }

@@ -21,7 +21,7 @@ struct Attention {
   int64_t H, G, T, D;
   int64_t k_strong, v_strong;  // of 4-bit rows, -1 for others
   Kind out_kind;
-  const float *v_out, *q_in;   // [H, D, D] out of V's basis and into K's, or null
+  const uint16_t *v_out, *q_in;  // bfloat16 [H, D, D] out of V's basis and into K's, or null
   int64_t queries() const { return G * T; }
   // floats of one part: for each query its largest score, sum, factor of scores, D outputs, D of itself
   int64_t part_floats() const { return queries() * (2 * D + 3); }
@@ -34,11 +34,11 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
   int64_t H, T, D;
   bool per_head;  // one scale per token and head, else one per token
   int64_t strong;      // of 4-bit rows, -1 for others
-  const float* basis;  // [H, D, D] into which x goes first, or null
+  const uint16_t* basis;  // bfloat16 [H, D, D] into which x goes first, or null
 };
 
 struct Kernels {
-  void (*rotate)(const Attention&, int64_t B, float* out);
+  void (*rotate)(const Attention&, int64_t first, int64_t last, float* out);  // heads, b * H + h
   void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part,
                  const char* k_soon, const char* v_soon);  // rows to be attended to next
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);

@@ -256,15 +256,16 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
   }
 }
 
-// q times q_in, the matrix of its head: out [B, Hq, T, D].
-void rotate(const Attention& a, int64_t B, float* out) {
+// The queries of heads first .. last-1 times q_in, the matrix of their head: out [B, Hq, T, D].
+void rotate(const Attention& a, int64_t first, int64_t last, float* out) {
   float row[kMaxHeadDim];
-  for (int64_t b = 0; b < B; b++)
-    for (int64_t h = 0; h < a.H * a.G; h++)
-      for (int64_t t = 0; t < a.T; t++, out += a.D) {
-        load_row(a.q.at(b, h, t), a.q.d, a.q_kind, a.D, row);
-        times_matrix(row, a.q_in + h / a.G * a.D * a.D, a.D, out);
-      }
+  out += first * a.queries() * a.D;
+  for (int64_t i = first; i < last; i++)
+    for (int64_t j = 0; j < a.queries(); j++, out += a.D) {
+      int64_t b = i / a.H, h = i % a.H;
+      load_row(a.q.at(b, h * a.G + j / a.T, j % a.T), a.q.d, a.q_kind, a.D, row);
+      times_matrix(row, a.q_in + h * a.D * a.D, a.D, out);
+    }
 }
 
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part, const char* k_soon,

@@ -58,15 +58,15 @@ void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, in
 #endif
 
 // y = x M, for a row x [D] and a matrix M [D, D]: kVectors of y's at a time stay in registers.
-template <int kVectors> inline void times_columns(const float* x, const float* matrix, int64_t D, float* y) {
+template <int kVectors> inline void times_columns(const float* x, const uint16_t* matrix, int64_t D, float* y) {
   F sum[kVectors] = {};
   for (int64_t d = 0; d < D; d++, matrix += D)
-    for (int i = 0; i < kVectors; i++) sum[i] += load<F>(matrix + i * W) * x[d];
+    for (int i = 0; i < kVectors; i++) sum[i] += load_bfloat16(matrix + i * W) * x[d];
   for (int i = 0; i < kVectors; i++) save(y + i * W, sum[i]);
 }
-OUTLINE void times_matrix(const float* x, const float* matrix, int64_t D, float* y) {
+OUTLINE void times_matrix(const float* x, const uint16_t* matrix, int64_t D, float* y) {
   int64_t e = 0;
-  for (; e + 8 * W <= D; e += 8 * W) times_columns<8>(x, matrix + e, D, y + e);
+  for (; e + 4 * W <= D; e += 4 * W) times_columns<4>(x, matrix + e, D, y + e);
   for (; e < D; e += W) times_columns<1>(x, matrix + e, D, y + e);
 }
 

@@ -138,6 +138,7 @@ inline float from_bfloat16(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
   return load<float>(&wide);
 }
+inline F load_bfloat16(const void* p) { return (F)(__builtin_convertvector(load<Half>(p), I) << 16); }
 inline uint16_t to_bfloat16(float x) {  // round half to even
   uint32_t bits = load<uint32_t>(&x);
   return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 CAUSAL_MASKS = ("none", "linear", "full")
 AXES = {"d": "d", "hd": "hd", "dkv": "d", "heads_and_dkv": "hd"}  # MaxText's names are the second pair
-SCALE_DTYPE = torch.bfloat16
+SCALE_DTYPE = BASIS_DTYPE = torch.bfloat16
 SCALE_EPS = 1e-8  # keeps an all-zero row's scale above zero
 BLOCK_SLOTS = 1024  # slots that plain attention holds in floating point at a time
 KINDS = {None: "16,16", "none": "16,16", "int8": "8,8", "int4": "4,4", "k8v4": "8,4"}
@@ -263,7 +263,7 @@ def default_basis(D: int, strong: int) -> tuple[Tensor, Tensor]:
 def per_group(x: Tensor, matrix: Tensor) -> Tensor:
     """x [B, Hq, T, D] times the matrix [H, D, D] of its key/value head, in float32; x's dtype back."""
     B, Hq, T, D = x.shape
-    y = x.float().reshape(B, len(matrix), -1, D) @ matrix
+    y = x.float().reshape(B, len(matrix), -1, D) @ matrix.float()
     return y.reshape(B, Hq, T, D).to(x.dtype)
 
 
@@ -284,7 +284,7 @@ class KVCache(nn.Module):
 
     `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is; at 4 bits uint8, a row of bytes
     as quantize4 makes it.  `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits.
-    At 4 bits k_in, q_in [H, D, D] take keys and queries to the stored basis (q . k stays what it was), v_in
+    At 4 bits k_in, q_in bfloat16 [H, D, D] take keys and queries to the stored basis (q . k stays what it was), v_in
     takes values there and v_out takes the result back; None where no basis is needed.  They start as
     rotations that suit any model; kv_calibrate.py makes better ones.
     """
@@ -316,7 +316,7 @@ class KVCache(nn.Module):
             scales = scales.permute([order.index(axis) for axis in "bhs"])
         if bits == 4:
             strong = 2 * sizes["d"] - D
-            into, back = (m.to(device).repeat(sizes["h"], 1, 1) for m in default_basis(D, strong))
+            into, back = (m.to(device, BASIS_DTYPE).repeat(sizes["h"], 1, 1) for m in default_basis(D, strong))
         self.register_buffer(f"{name}_scales", scales, persistent=False)
         self.register_buffer(f"{name}_in", into, persistent=False)
         if name == "k":
@@ -332,8 +332,8 @@ class KVCache(nn.Module):
 
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, H, T, D] at slots start[b] .. start[b]+T-1, quantized once and for good."""
-        self._store(start, k if self.k_in is None else k.float() @ self.k_in,
-                    v if self.v_in is None else v.float() @ self.v_in)
+        self._store(start, k if self.k_in is None else k.float() @ self.k_in.float(),
+                    v if self.v_in is None else v.float() @ self.v_in.float())
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, written before; its shape back."""

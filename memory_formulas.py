@@ -101,7 +101,7 @@ def cache(s: Setup) -> tuple[int, int, int]:
     """Values, scales, and the bases of 4-bit caches (kv_cache.KVCache, kv_calibrate.basis)."""
     c, size = s.config, (s.batch, s.config.n_kv_heads, s.cache_size, s.config.head_dim)
     sides = (s.spec.k_bits == 4) + (s.spec.v_bits == 4)
-    bases = sides * 2 * c.n_kv_heads * c.head_dim ** 2 * FLOAT
+    bases = sides * 2 * c.n_kv_heads * c.head_dim ** 2 * BASIS_DTYPE.itemsize
     return c.n_layers * s.spec.value_bytes(*size), c.n_layers * s.spec.scale_bytes(*size), c.n_layers * bases
 
 

@@ -10,7 +10,7 @@ import torch
 
 import quantize
 from cpu_extension import X86
-from kv_cache import BLOCK_SLOTS, CacheSpec
+from kv_cache import BASIS_DTYPE, BLOCK_SLOTS, CacheSpec
 from model import ModelConfig
 
 FLOAT = 4  # bytes of float32

@@ -125,12 +125,20 @@ template <int NQ> void Int8::scores(Tile& t, const float* q, int64_t D, void* ou
   t.k_strong < 0 ? scores_int8<NQ, false>(t, q, D, out) : scores_int8<NQ, true>(t, q, D, out);
 }
 
-// Rounded probabilities of slots s .. s+15: high bytes, and kTile bytes later low ones.
-inline void store_weights(I p, int64_t s, int16_t* rounded) {
-  typedef uint8_t Bytes __attribute__((vector_size(W)));
-  char* out = (char*)rounded + s;
-  save(out, __builtin_convertvector(p >> 8, Bytes));
-  save(out + kTile, __builtin_convertvector(p & 255, Bytes));
+// n probabilities times `up`, rounded: high bytes, and kTile bytes later low ones.
+inline void round_weights(const float* p, float up, int64_t n, int16_t* rounded) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  auto bytes = [&](I a, I b) { return _mm512_permutexvar_epi32(order, _mm512_packus_epi16((__m512i)a, (__m512i)b)); };
+  for (int64_t s = 0; s < n; s += 64) {  // what lies behind n matters to nobody
+    S x[2];
+    for (int i = 0; i < 2; i++) {
+      I a = __builtin_convertvector(load<F>(p + s + 32 * i) * up + 0.5f, I);
+      I b = __builtin_convertvector(load<F>(p + s + 32 * i + 16) * up + 0.5f, I);
+      x[i] = (S)_mm512_packus_epi32((__m512i)a, (__m512i)b);
+    }
+    save((char*)rounded + s, bytes((I)(x[0] >> 8), (I)(x[1] >> 8)));
+    save((char*)rounded + kTile + s, bytes((I)(x[0] & 255), (I)(x[1] & 255)));
+  }
 }
 
 // 32 of 64 values of the rows: of every 16 the first 8 (Half 0) or the last.
@@ -199,8 +207,12 @@ struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds
   }
 };
 
-inline void store_weights(I p, int64_t s, int16_t* rounded) {
-  save(rounded + s, __builtin_convertvector(p, Half));
+// n probabilities times `up`, rounded.
+inline void round_weights(const float* p, float up, int64_t n, int16_t* rounded) {
+  for (int64_t s = 0; s < n; s += W) {
+    I whole = __builtin_convertvector(load<F>(p + s) * up + 0.5f, I);
+    save(rounded + s, __builtin_convertvector(whole, Half));
+  }
 }
 
 template <int NQ>

@@ -115,11 +115,11 @@ OUTLINE void scores(Tile& t, const float* q, int64_t D, void* out) {
 // One query's softmax step over a tile of n scores of which it sees `seen`.
 template <bool IntK, bool IntV>
 void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float* k_scales,
-             const float* v_scales, float& top, float& total) {
+             const float* v_scales, float& top, float& all) {
   float* score = w.score[j];
   F most = F{} - INFINITY;
-  auto scaled = [&](int64_t s) {
-    return IntK ? to_float(load<I>(score + s)) * (load<F>(k_scales + s) * mul) : load<F>(score + s) * mul;
+  auto scaled = [&](int64_t s) {  // but for `mul`
+    return IntK ? to_float(load<I>(score + s)) * load<F>(k_scales + s) : load<F>(score + s);
   };
   int64_t s = 0;
   for (; s + W <= seen; s += W) {
@@ -133,28 +133,24 @@ void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float*
     most = largest(most, x);
     save(score + s, x);
   }
-  float tile_top = greatest(most), new_top = top > tile_top ? top : tile_top;
+  float tile_top = greatest(most) * mul, new_top = top > tile_top ? top : tile_top;
   F sum = {}, top_weight = F{} + 1e-30f;
   for (s = 0; s < n; s += W) {
-    F p = exp2(load<F>(score + s) - tile_top);
+    F p = exp2(load<F>(score + s) * mul - tile_top);
     sum += p;
     if (IntV) p *= load<F>(v_scales + s);
     if (IntV) top_weight = largest(top_weight, p);
     save(score + s, p);
   }
-  float relative = exp2(tile_top - new_top), tile_total = 0;
-  for (int i = 0; i < W; i++) tile_total += sum[i];
+  float relative = exp2(tile_top - new_top);
   w.shrink[j] = exp2(top - new_top);
   w.factor[j] = relative;
   if (IntV) {
-    float weight = greatest(top_weight), up = 32767 / weight;
-    for (s = 0; s < n; s += W) {
-      I rounded = __builtin_convertvector(load<F>(score + s) * up + 0.5f, I);
-      store_weights(rounded, s, w.rounded[j]);
-    }
+    float weight = greatest(top_weight);
+    round_weights(score, 32767 / weight, n, w.rounded[j]);
     w.factor[j] *= weight / 32767;
   }
-  total = total * w.shrink[j] + tile_total * relative;
+  all = all * w.shrink[j] + total(sum) * relative;
   top = new_top;
 }
 
@@ -244,7 +240,7 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
     if constexpr (std::is_same_v<K, Int8>) {
       int32_t rounded[kMaxHeadDim];
       float most = largest_magnitude(row, a.D), up = most > 1e-30f ? kQueryMost / most : 0;
-      mul[j] *= most / kQueryMost;
+      mul[j] *= (most > 1e-30f ? most : 1e-30f) / kQueryMost;  // not 0: it meets infinities
       for (int64_t d = 0; d < a.D; d++) {
         float x = row[d] * up;
         rounded[d] = (int32_t)(x < 0 ? x - 0.5f : x + 0.5f);
@@ -285,7 +281,8 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   t.k_strong = unpack_k ? -1 : a.k_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;
   t.v_stride = v_packed ? a.D : a.v.s;
-  int64_t k_bytes = a.D * bytes_of(a.k_kind), v_bytes = a.D * bytes_of(a.v_kind);
+  int64_t k_bytes = a.D * bytes_of(a.k_kind), v_bytes = a.D * bytes_of(a.v_kind);  // that the loops go over
+  if (t.k_strong >= 0) k_bytes = ((a.D + t.k_strong) / 2 + 15) & ~15;
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
     t.k = unpack_k ? k_rows : a.k.at(b, h, s);

@@ -27,7 +27,7 @@ struct Tile {  // n slots of one head
 
 struct Weights {  // the probabilities of NQ queries over a tile, relative to the tile's largest
   alignas(64) float score[kBlock][kTile];    // first int32 or float scores, then probabilities
-  alignas(64) int16_t rounded[kBlock][kTile];  // times V's scale, as store_weights leaves them
+  alignas(64) int16_t rounded[kBlock][kTile];  // times V's scale, as round_weights leaves them
   float shrink[kBlock], factor[kBlock];      // outputs = outputs * shrink + weights @ V * factor
 };
 

@@ -33,6 +33,10 @@ template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); 
 template <class V> inline void save(void* p, V v) { memcpy(p, &v, sizeof v); }
 inline F to_float(I x) { return __builtin_convertvector(x, F); }
 inline F largest(F a, F b) { return a > b ? a : b; }
+#if defined(__AVX512VNNI__)
+inline float greatest(F x) { return _mm512_reduce_max_ps((__m512)x); }
+inline float total(F x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
 template <int N = W> inline float greatest(F x, int first = 0) {
   if constexpr (N == 1) return x[first];
   else {
@@ -40,6 +44,11 @@ template <int N = W> inline float greatest(F x, int first = 0) {
     return a > b ? a : b;
   }
 }
+template <int N = W> inline float total(F x, int first = 0) {
+  if constexpr (N == 1) return x[first];
+  else return total<N / 2>(x, first) + total<N / 2>(x, first + N / 2);
+}
+#endif
 
 // What differs between instruction sets:
 //   widen        2W int8 as int16
@@ -119,8 +128,19 @@ template <class T, class V> inline void store_sums(const V pairs[4], T* out) {
 }
 #endif
 
-// 2^x for x <= 0, within 2e-7; below -126 it stays at 2^-126.  A polynomial around the nearest integer.
-inline F exp2(F x) {
+// 2^x for x <= 0, within 2e-7.
+#if defined(__AVX512VNNI__)
+inline F exp2(F x) {  // a polynomial of what floor(x) leaves
+  F f = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+  F y = f * 1.87757668e-3f + 8.98934009e-3f;
+  y = y * f + 5.58263181e-2f;
+  y = y * f + 2.40153617e-1f;
+  y = y * f + 6.93153073e-1f;
+  y = y * f + 0.999999925f;
+  return (F)_mm512_scalef_ps((__m512)y, (__m512)x);
+}
+#else
+inline F exp2(F x) {  // a polynomial around the nearest integer; below -126 it stays at 2^-126
   const float shift = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   x = largest(x, F{} - 126.f);
   F t = x + shift;
@@ -132,6 +152,7 @@ inline F exp2(F x) {
   y = y * f + 1.f;
   return (F)((I)y + ((I)t << 23));
 }
+#endif
 inline float exp2(float x) { return exp2(F{} + x)[0]; }
 
 inline float from_bfloat16(uint16_t bits) {

@@ -12,11 +12,12 @@ out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, atte
 attention_cpu_packed.h and cpu_vector.h.
 """
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from cpu_extension import X86, X86_FLAGS, Unit, build_and_load
+from cpu_extension import X86, X86_FLAGS, HugePages, Unit, build_and_load
 from kv_cache import KVCache
 
 LEVELS = ("portable C++", "AVX2", "AVX-512 VNNI")  # instruction sets that the kernels are compiled for
@@ -46,10 +47,6 @@ def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | 
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
 
 
-def _huge_pages_fake(x: Tensor) -> None:
-    pass
-
-
 @functools.cache
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
@@ -59,7 +56,6 @@ def load() -> str:
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)
     torch.library.register_fake("gpt_long_cpu::attend", _attend_fake)
-    torch.library.register_fake("gpt_long_cpu::huge_pages", _huge_pages_fake)
     return ""
 
 
@@ -78,8 +74,10 @@ class CpuKVCache(KVCache):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.has_kernels = available() and self.k_values.device.type == "cpu"
-        for values in (self.k_values, self.v_values) if self.has_kernels else ():
-            torch.ops.gpt_long_cpu.huge_pages(values)
+
+    @staticmethod
+    def allocator() -> Callable[..., Tensor]:
+        return HugePages().zeros
 
     def _serves(self, x: Tensor) -> bool:
         """Whether the kernels take this cache and an input x [B, H or Hq, T, D]."""

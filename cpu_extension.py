@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
              "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
+PAGE = 2 << 20  # bytes of a large page
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -138,24 +139,30 @@ class HugePages:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor aligned to 64 bytes, contents undefined."""
-        if is_in_torch_dispatch_mode():  # fake or counted (memory_tracker.py): every tensor by itself
-            return torch.empty(shape, dtype=dtype)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """As torch.empty, which itself serves other devices; on the CPU aligned to 64 bytes."""
+        elsewhere = torch.device(device).type != "cpu"
+        if elsewhere or is_in_torch_dispatch_mode():  # the latter: fake or counted (memory_tracker.py)
+            return torch.empty(shape, dtype=dtype, device=device)
         nbytes = math.prod(shape) * dtype.itemsize
         if len(self._free) < nbytes:
             self._free = _new_block(max(nbytes, self.block))
         taken, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64:]
         return taken.view(dtype).view(shape)
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """As `empty`, zeros: the memory is taken now, not when it is written to."""
+        return self.empty(shape, dtype, device).zero_()
+
 
 def _new_block(nbytes: int) -> Tensor:
-    """uint8 [nbytes], fresh from the system."""
+    """uint8 [nbytes or more] at a multiple of 2 MB, fresh from the system."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # a kernel without them: ordinary pages
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
+    return block[-block.data_ptr() % PAGE:]

@@ -14,6 +14,8 @@ score after the dot product and V's scale multiplies the probability before the 
 Compiled, write is traced and attend is one opaque op, so a decode step is one graph for all positions, and
 prefill at most two (the chunk, and a dynamic one for the rest).  Needs torch only.
 """
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -284,45 +286,50 @@ class KVCache(nn.Module):
 
     `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is; at 4 bits uint8, a row of bytes
     as quantize4 makes it.  `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits.
-    At 4 bits k_in, q_in bfloat16 [H, D, D] take keys and queries to the stored basis (q . k stays what it was), v_in
-    takes values there and v_out takes the result back; None where no basis is needed.  They start as
-    rotations that suit any model; kv_calibrate.py makes better ones.
+    At 4 bits k_in, q_in take keys and queries to the stored basis (q . k stays what it was), v_in takes
+    values there and v_out takes the result back, bfloat16 [H, D, D]; None where no basis is needed.  They
+    start as rotations that suit any model; kv_calibrate.py makes better ones.
     """
 
     def __init__(self, spec: CacheSpec, batch: int, n_kv_heads: int, length: int, head_dim: int,
                  device: torch.device | str = "cpu", causal_mask: str = "none",
-                 mask_table: Tensor | None = None) -> None:
+                 mask_table: Tensor | None = None, zeros: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.spec, self.causal_mask, self.head_dim = spec, causal_mask, head_dim
+        zeros = functools.partial(zeros or self.allocator(), device=device)
         sizes = {"b": batch, "h": n_kv_heads, "s": length}
-        self._allocate("k", spec.k_bits, spec.k_strong, spec.k_layout, sizes, device)
-        self._allocate("v", spec.v_bits, spec.v_strong, spec.v_layout, sizes, device)
+        self._allocate("k", spec.k_bits, spec.k_strong, spec.k_layout, sizes, zeros)
+        self._allocate("v", spec.v_bits, spec.v_strong, spec.v_layout, sizes, zeros)
         self.register_buffer("mask_table", mask_table, persistent=False)
 
+    @staticmethod
+    def allocator() -> Callable[..., Tensor]:
+        """What makes the memory of caches, called as torch.zeros(shape, dtype=, device=)."""
+        return torch.zeros
+
     def _allocate(self, name: str, bits: int, strong: int, layout: str, sizes: dict[str, int],
-                  device: torch.device | str) -> None:
+                  zeros: Callable[..., Tensor]) -> None:
         """Zeros for the values, scales and bases of K or V."""
         spec, D = self.spec, self.head_dim
         dtype = {16: spec.dtype, 8: torch.int8, 4: torch.uint8}[bits]
         sizes = sizes | {"d": spec.row_bytes(bits, strong, D) // dtype.itemsize}
-        values = torch.zeros([sizes[axis] for axis in layout], dtype=dtype, device=device)
+        values = zeros([sizes[axis] for axis in layout], dtype=dtype)
         values = values.permute([layout.index(axis) for axis in "bhsd"])
         self.register_buffer(f"{name}_values", values, persistent=False)
         scales = into = back = None
         if bits != 16:
             scale_sizes = sizes | ({"h": 1} if spec.axis == "hd" else {})
             order = layout.replace("d", "")
-            scales = torch.zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE, device=device)
+            scales = zeros([scale_sizes[axis] for axis in order], dtype=SCALE_DTYPE)
             scales = scales.permute([order.index(axis) for axis in "bhs"])
         if bits == 4:
             strong = 2 * sizes["d"] - D
-            into, back = (m.to(device, BASIS_DTYPE).repeat(sizes["h"], 1, 1) for m in default_basis(D, strong))
+            into, back = default_basis(D, strong)
+            into, back = (zeros([sizes["h"], D, D], dtype=BASIS_DTYPE).copy_(m)
+                          for m in (into, back if name == "k" else back.mT))
         self.register_buffer(f"{name}_scales", scales, persistent=False)
         self.register_buffer(f"{name}_in", into, persistent=False)
-        if name == "k":
-            self.register_buffer("q_in", back, persistent=False)
-        else:
-            self.register_buffer("v_out", None if back is None else back.mT.contiguous(), persistent=False)
+        self.register_buffer("q_in" if name == "k" else "v_out", back, persistent=False)
 
     @property
     def nbytes(self) -> int:
@@ -389,9 +396,10 @@ def attach(model: nn.Module, spec: CacheSpec, batch: int, length: int, causal_ma
     table = None
     if causal_mask == "full":
         table = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    zeros = cls.allocator()
     for layer in model.layers:
         layer.attention.cache = cls(spec, batch, config.n_kv_heads, length, config.head_dim, device,
-                                    causal_mask, table)
+                                    causal_mask, table, zeros)
 
 
 def detach(model: nn.Module) -> None:

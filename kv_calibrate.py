@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kv_cache import BASIS_DTYPE, SIGMA, CacheSpec, KVCache, attach, detach, mixing
+from kv_cache import SIGMA, CacheSpec, KVCache, attach, detach, mixing
 
 ROWS, LENGTH, SKIP = 32, 32, 4  # sequences, their tokens, and those at the front (sinks) that do not count
 HEADROOM = 4.0  # a strong coordinate reaches 127 at its mean plus so many standard deviations
@@ -75,12 +75,12 @@ def set_bases(cache: KVCache, moments: _Moments) -> None:
     if spec.k_bits == 4:
         strong = 2 * cache.k_values.shape[-1] - cache.head_dim
         into, back = basis(moments.k, moments.q, moments.k_mean, strong)
-        cache.k_in, cache.q_in = into.to(BASIS_DTYPE), back.to(BASIS_DTYPE)
+        cache.k_in.copy_(into), cache.q_in.copy_(back)
     if spec.v_bits == 4:
         white = torch.eye(cache.head_dim, dtype=torch.float64, device=moments.v.device).expand_as(moments.v)
         strong = 2 * cache.v_values.shape[-1] - cache.head_dim
         into, back = basis(moments.v, white, moments.v_mean, strong)
-        cache.v_in, cache.v_out = into.to(BASIS_DTYPE), back.mT.contiguous().to(BASIS_DTYPE)
+        cache.v_in.copy_(into), cache.v_out.copy_(back.mT)
 
 
 def power(c: Tensor, p: float) -> Tensor:

@@ -71,7 +71,7 @@ def summary(tracker: Tracker, planned: Plan) -> str:
 
 class _PlainOperators(TorchFunctionMode):
     """What Python or the dispatcher would ask a CUDA device for, as plain operators, which need none:
-    indexing, x.to(device), x.contiguous(), and which attention kernel to take."""
+    indexing, x.to(device), x.copy_(y), x.contiguous(), and which attention kernel to take."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
@@ -80,6 +80,8 @@ class _PlainOperators(TorchFunctionMode):
             return torch.ops.aten._to_copy(args[0], device=args[1]) if moves else args[0]
         if func == Tensor.contiguous and args[0].device.type == "cuda" and not args[0].is_contiguous():
             return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
+        if func is Tensor.copy_ and args[0].device.type == "cuda":
+            return torch.ops.aten.copy_(*args)
         if func is F.scaled_dot_product_attention and args[0].device.type == "cuda":
             return _masked_attention(*args, **kwargs)
         indexing = func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type == "cuda"

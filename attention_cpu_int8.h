@@ -66,15 +66,15 @@ struct Int8 {
 
 constexpr int kVectors = 2;          // of eight slots that share a query's bytes
 
-// Scores of NQ queries with 8 * kVectors rows.  Of a packed row the first `strong` bytes are values.
-template <int NQ, bool Packed>
-INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t D, int64_t strong, Fetch& fetch,
-                       char* out) {
-  const int64_t bytes = Packed ? (D + strong) / 2 : D, half = (D - strong) / 2;
-  Eight high[kVectors][NQ], low[kVectors][NQ], x[kVectors][4];
-  for (int r = 0; r < kVectors; r++)
-    for (int j = 0; j < NQ; j++) high[r][j] = low[r][j] = Eight{};
-  auto meet = [&](const Eight* key, int64_t d) {  // values d .. d+3 of the rows
+// Sums of NQ queries and 8 * kVectors rows.
+template <int NQ> struct Sums {
+  const char* rows;
+  int64_t stride;
+  const float* q;
+  int64_t D;
+  Eight high[kVectors][NQ] = {}, low[kVectors][NQ] = {};
+
+  INLINE void meet(const Eight* key, int64_t d) {  // values d .. d+3 of the rows
     for (int j = 0; j < NQ; j++) {
       const char* query = (const char*)(q + j * D) + d;
       Eight upper = Eight{} + load<int32_t>(query), lower = Eight{} + load<int32_t>(query + D);
@@ -83,26 +83,38 @@ INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t
         low[r][j] = dot_bytes(low[r][j], key[r], lower);
       }
     }
-  };
-  for (int64_t c = 0; c < bytes; c += 16) {
+  }
+  // Bytes c + 4 * First to c + 15 of the rows: values of this number or, packed, also those `half` further on.
+  template <int First, bool Packed> INLINE void add(int64_t c, int64_t half, Fetch& fetch) {
+    Eight x[kVectors][4], key[kVectors];
     fetch.next(2 * kVectors);
     for (int r = 0; r < kVectors; r++) across(rows + c + 8 * r * stride, stride, x[r]);
-    for (int i = 0; i < 4; i++) {
-      int64_t at = c + 4 * i;
-      Eight key[kVectors], other[kVectors];
-      if (!Packed || at < strong) {
-        for (int r = 0; r < kVectors; r++) key[r] = x[r][i] ^ (int32_t)0x80808080;
-        meet(key, at);
-      } else if (at < bytes) {
-        for (int r = 0; r < kVectors; r++) key[r] = levels_above(x[r][i]), other[r] = levels_above(x[r][i] >> 4);
-        meet(key, at);
-        meet(other, at + half);
-      }
+#pragma GCC unroll 4
+    for (int i = First; i < 4; i++) {
+      for (int r = 0; r < kVectors; r++) key[r] = Packed ? levels_above(x[r][i]) : x[r][i] ^ (int32_t)0x80808080;
+      meet(key, c + 4 * i);
+      if (!Packed) continue;
+      for (int r = 0; r < kVectors; r++) key[r] = levels_above(x[r][i] >> 4);
+      meet(key, c + 4 * i + half);
     }
+  }
+};
+
+// Scores of NQ queries with 8 * kVectors rows.  Of a packed row the first `strong` bytes are values, by sixteens.
+template <int NQ, bool Packed>
+INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t D, int64_t strong, Fetch& fetch,
+                       char* out) {
+  const int64_t half = (D - strong) / 2, whole = Packed ? strong : D;
+  Sums<NQ> sums = {rows, stride, q, D};
+  int64_t c = 0;
+  for (; c < whole; c += 16) sums.template add<0, false>(c, 0, fetch);
+  if (Packed) {
+    for (; c + 16 <= strong + half; c += 16) sums.template add<0, true>(c, half, fetch);
+    if (c < strong + half) sums.template add<2, true>(c - 8, half, fetch);  // `half` is a multiple of 8
   }
   for (int r = 0; r < kVectors; r++)
     for (int j = 0; j < NQ; j++) {
-      Eight sum = (high[r][j] << 8) + low[r][j] - load<int32_t>((const char*)(q + j * D) + 2 * D);
+      Eight sum = (sums.high[r][j] << 8) + sums.low[r][j] - load<int32_t>((const char*)(q + j * D) + 2 * D);
       save(out + (j * kTile + 8 * r) * 4, sum);
     }
 }
@@ -110,15 +122,17 @@ INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t
 // The same with the n filled rows of a tile: out [NQ][kTile], before any scale.
 template <int NQ, bool Packed> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
   constexpr int64_t kRows = 8 * kVectors;
-  const int64_t strong = t.k_strong, bytes = Packed ? (D + strong) / 2 : D, last = t.n - kRows;
+  const int64_t strong = t.k_strong, bytes = Packed ? (D + strong) / 2 : D;
   Fetch soon = t.v_soon;
-  for (int64_t s = 0; s < last; s += kRows)
+  if (t.n < kRows) {  // from a copy: no row past the filled ones is read
+    alignas(64) char rows[kRows * kMaxHeadDim];
+    for (int64_t s = 0; s < t.n; s++) memcpy(rows + s * bytes, t.k + s * t.k_stride, bytes);
+    return score_rows<NQ, Packed>(rows, bytes, q, D, strong, soon, (char*)out);
+  }
+  for (int64_t s = 0; s < t.n; s += kRows) {
+    s = s < t.n - kRows ? s : t.n - kRows;
     score_rows<NQ, Packed>(t.k + s * t.k_stride, t.k_stride, q, D, strong, soon, (char*)out + s * 4);
-  // The last rows from a copy: what lies behind the filled ones is not read.
-  alignas(64) char rows[kRows * kMaxHeadDim];
-  int64_t first = last > 0 ? last : 0, stride = (bytes + 15) & ~15;
-  for (int64_t s = first; s < t.n; s++) memcpy(rows + (s - first) * stride, t.k + s * t.k_stride, bytes);
-  score_rows<NQ, Packed>(rows, stride, q, D, strong, soon, (char*)out + first * 4);
+  }
 }
 
 template <int NQ> void Int8::scores(Tile& t, const float* q, int64_t D, void* out) {

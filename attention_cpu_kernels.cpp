@@ -277,7 +277,7 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
   bool k_packed = a.k_strong >= 0, v_packed = a.v_strong >= 0;
-  bool unpack_k = k_packed && !(Int8::kMeetsPacked && a.k_strong % 4 == 0 && (a.D - a.k_strong) % 8 == 0);
+  bool unpack_k = k_packed && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
   t.k_strong = unpack_k ? -1 : a.k_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;
   t.v_stride = v_packed ? a.D : a.v.s;

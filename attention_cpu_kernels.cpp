@@ -69,8 +69,7 @@ template <class Call> inline void with_kind(Kind kind, const Call& f) {
 
 // Scores of NQ queries q, each in the place of D floats, with eight rows: out [NQ][kTile], before any scale.
 template <class K, int NQ>
-INLINE void score_eight(const char* row, int64_t stride, const float* q, int64_t D, Fetch& fetch,
-                        char* out) {
+INLINE void score_eight(const char* row, int64_t stride, const float* q, int64_t D, Fetch& fetch, char* out) {
   constexpr int64_t bytes = K::kValues * sizeof(typename K::Stored);
   typename K::Sum pairs[NQ][4];
   for (int i = 0; i < 4; i++, row += 2 * stride) {

@@ -67,12 +67,13 @@ int64_t strong_of(const Tensor& values, int64_t D) {
   return values.scalar_type() == at::kByte ? 2 * values.size(3) - D : -1;
 }
 
-const uint16_t* basis_of(MaybeTensor m, int64_t strong, int64_t H, int64_t D) {
-  TORCH_CHECK(m.has_value() == (strong >= 0), "attention_cpu: 4-bit rows come with a basis, others without");
+// The first or the second matrices of 4-bit rows: into their basis, or for queries into it and for outputs back.
+const uint16_t* basis_of(MaybeTensor m, int64_t strong, int64_t which, int64_t H, int64_t D) {
+  TORCH_CHECK(m.has_value() == (strong >= 0), "attention_cpu: 4-bit rows come with bases, others without");
   if (!m.has_value()) return nullptr;
-  TORCH_CHECK(m->scalar_type() == at::kBFloat16 && m->is_contiguous() && m->numel() == H * D * D,
-              "attention_cpu: a basis is bfloat16 [H, D, D]");
-  return (const uint16_t*)m->data_ptr();
+  TORCH_CHECK(m->scalar_type() == at::kBFloat16 && m->is_contiguous() && m->numel() == 2 * H * D * D,
+              "attention_cpu: bases are bfloat16 [2, H, D, D]");
+  return (const uint16_t*)m->data_ptr() + which * H * D * D;
 }
 
 View scale_view(MaybeTensor t, const Tensor& values) {
@@ -101,20 +102,20 @@ void check(const Tensor& x, const Tensor& start, const Tensor& values) {
                 " do not fit in a cache of ", S, " slots");
 }
 
-Store store_of(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, MaybeTensor basis) {
+Store store_of(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, MaybeTensor bases) {
   check(x, start, values);
   TORCH_CHECK(values.size(1) == x.size(1), x.size(1), " heads for a cache of ", values.size(1));
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
              scales.has_value() && scales->size(1) == x.size(1), strong_of(values, x.size(3))};
-  a.basis = basis_of(basis, a.strong, a.H, a.D);
+  a.basis = basis_of(bases, a.strong, 0, a.H, a.D);
   return a;
 }
 
 void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values,
-                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_in,
-                  MaybeTensor v_in, int64_t level) {
-  Store both[] = {store_of(start, k, k_values, k_scales, k_in), store_of(start, v, v_values, v_scales, v_in)};
+                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases,
+                  MaybeTensor v_bases, int64_t level) {
+  Store both[] = {store_of(start, k, k_values, k_scales, k_bases), store_of(start, v, v_values, v_scales, v_bases)};
   const Kernels& run = kernels(level, k.size(3));
   int64_t rows = k.size(0) * k.size(2), values = k.size(1) * k.size(3);
   auto work = [&](int64_t first, int64_t last) {  // K's rows, then V's
@@ -123,7 +124,7 @@ void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const T
       if (lo < hi) run.store(both[i], lo, hi);
     }
   };
-  int64_t grain = k_in || v_in ? 1 : 16384 / values + 1;  // reading a basis takes longer than waking a thread
+  int64_t grain = k_bases || v_bases ? 1 : 16384 / values + 1;  // reading a basis takes longer than waking a thread
   if (2 * rows <= grain) return work(0, 2 * rows);
   in_parallel(2 * rows, grain, work);
 }
@@ -185,7 +186,7 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
 }
 
 Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_values, MaybeTensor k_scales,
-              const Tensor& v_values, MaybeTensor v_scales, MaybeTensor q_in, MaybeTensor v_out,
+              const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases, MaybeTensor v_bases,
               int64_t level) {
   check(q, start, k_values);
   check(q, start, v_values);
@@ -199,8 +200,8 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
                  scale_view(v_scales, v_values), view(y), kind_of(q), kind_of(k_values), kind_of(v_values),
                  (const int64_t*)start.data_ptr(), H, Hq / H, T, D, strong_of(k_values, D),
                  strong_of(v_values, D), kind_of(q)};
-  a.v_out = basis_of(v_out, a.v_strong, H, D);
-  a.q_in = basis_of(q_in, a.k_strong, H, D);
+  a.v_out = basis_of(v_bases, a.v_strong, 1, H, D);
+  a.q_in = basis_of(k_bases, a.k_strong, 1, H, D);
   const Kernels& run = kernels(level, D);
   std::unique_ptr<float[]> rotated;
   if (a.q_in) {
@@ -226,9 +227,9 @@ Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_value
 
 TORCH_LIBRARY(gpt_long_cpu, m) {
   m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, "
-        "Tensor(c!) v_values, Tensor(d!)? v_scales, Tensor? k_in, Tensor? v_in, int level=2) -> ()");
+        "Tensor(c!) v_values, Tensor(d!)? v_scales, Tensor? k_bases, Tensor? v_bases, int level=2) -> ()");
   m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, "
-        "Tensor? v_scales, Tensor? q_in, Tensor? v_out, int level=2) -> Tensor");
+        "Tensor? v_scales, Tensor? k_bases, Tensor? v_bases, int level=2) -> Tensor");
   m.def("level() -> int", &level);
 }
 TORCH_LIBRARY_IMPL(gpt_long_cpu, CPU, m) {

@@ -35,13 +35,13 @@ def _units() -> tuple[Unit, ...]:
 
 
 def _write_fake(start: Tensor, k: Tensor, v: Tensor, k_values: Tensor, k_scales: Tensor | None,
-                v_values: Tensor, v_scales: Tensor | None, k_in: Tensor | None, v_in: Tensor | None,
+                v_values: Tensor, v_scales: Tensor | None, k_bases: Tensor | None, v_bases: Tensor | None,
                 level: int = 2) -> None:
     pass
 
 
 def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
-                 v_scales: Tensor | None, q_in: Tensor | None, v_out: Tensor | None,
+                 v_scales: Tensor | None, k_bases: Tensor | None, v_bases: Tensor | None,
                  level: int = 2) -> Tensor:
     B, Hq, T, D = q.shape
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
@@ -82,7 +82,7 @@ class CpuKVCache(KVCache):
     def _serves(self, x: Tensor) -> bool:
         """Whether the kernels take this cache and an input x [B, H or Hq, T, D]."""
         stored = (torch.int8, torch.uint8, torch.bfloat16, torch.float32)
-        most = MAX_HEAD_DIM if self.k_in is None and self.v_in is None else MAX_PACKED_HEAD_DIM
+        most = MAX_HEAD_DIM if self.k_bases is None and self.v_bases is None else MAX_PACKED_HEAD_DIM
         return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= most
                 and x.dtype in stored[2:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
@@ -90,11 +90,11 @@ class CpuKVCache(KVCache):
         if not self._serves(k):
             return super().write(start, k, v)
         torch.ops.gpt_long_cpu.write(start, k, v, self.k_values, self.k_scales, self.v_values, self.v_scales,
-                                     self.k_in, self.v_in, self.level)
+                                     self.k_bases, self.v_bases, self.level)
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
         if not (rows_whole and self.causal_mask == "none" and self._serves(q)):
             return super().attend(q, start)
         return torch.ops.gpt_long_cpu.attend(q, start, self.k_values, self.k_scales, self.v_values,
-                                             self.v_scales, self.q_in, self.v_out, self.level)
+                                             self.v_scales, self.k_bases, self.v_bases, self.level)

@@ -286,9 +286,9 @@ class KVCache(nn.Module):
 
     `k_values`, `v_values`: [B, H, S, D] views whatever the storage order is; at 4 bits uint8, a row of bytes
     as quantize4 makes it.  `k_scales`, `v_scales`: bfloat16 [B, H or 1, S], None at 16 bits.
-    At 4 bits k_in, q_in take keys and queries to the stored basis (q . k stays what it was), v_in takes
-    values there and v_out takes the result back, bfloat16 [H, D, D]; None where no basis is needed.  They
-    start as rotations that suit any model; kv_calibrate.py makes better ones.
+    `k_bases`, `v_bases`: bfloat16 [2, H, D, D] at 4 bits, else None.  They take keys and queries to the
+    stored basis (q . k stays what it was), and values there and the result back.  They start as rotations
+    that suit any model; kv_calibrate.py makes better ones.
     """
 
     def __init__(self, spec: CacheSpec, batch: int, n_kv_heads: int, length: int, head_dim: int,
@@ -316,7 +316,7 @@ class KVCache(nn.Module):
         values = zeros([sizes[axis] for axis in layout], dtype=dtype)
         values = values.permute([layout.index(axis) for axis in "bhsd"])
         self.register_buffer(f"{name}_values", values, persistent=False)
-        scales = into = back = None
+        scales = bases = None
         if bits != 16:
             scale_sizes = sizes | ({"h": 1} if spec.axis == "hd" else {})
             order = layout.replace("d", "")
@@ -324,12 +324,11 @@ class KVCache(nn.Module):
             scales = scales.permute([order.index(axis) for axis in "bhs"])
         if bits == 4:
             strong = 2 * sizes["d"] - D
+            bases = zeros([2, sizes["h"], D, D], dtype=BASIS_DTYPE)
             into, back = default_basis(D, strong)
-            into, back = (zeros([sizes["h"], D, D], dtype=BASIS_DTYPE).copy_(m)
-                          for m in (into, back if name == "k" else back.mT))
+            bases.copy_(torch.stack([into, back if name == "k" else back.mT])[:, None])
         self.register_buffer(f"{name}_scales", scales, persistent=False)
-        self.register_buffer(f"{name}_in", into, persistent=False)
-        self.register_buffer("q_in" if name == "k" else "v_out", back, persistent=False)
+        self.register_buffer(f"{name}_bases", bases, persistent=False)
 
     @property
     def nbytes(self) -> int:
@@ -339,13 +338,13 @@ class KVCache(nn.Module):
 
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, H, T, D] at slots start[b] .. start[b]+T-1, quantized once and for good."""
-        self._store(start, k if self.k_in is None else k.float() @ self.k_in.float(),
-                    v if self.v_in is None else v.float() @ self.v_in.float())
+        self._store(start, k if self.k_bases is None else k.float() @ self.k_bases[0].float(),
+                    v if self.v_bases is None else v.float() @ self.v_bases[0].float())
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         """Causal attention of q [B, Hq, T, D] at start[b] .. start[b]+T-1, written before; its shape back."""
-        y = self._attend(q if self.q_in is None else per_group(q, self.q_in), start)
-        return y if self.v_out is None else per_group(y, self.v_out)
+        y = self._attend(q if self.k_bases is None else per_group(q, self.k_bases[1]), start)
+        return y if self.v_bases is None else per_group(y, self.v_bases[1])
 
     def _store(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         """`write` of what is in the stored basis.  A kernel overrides this one and _attend."""

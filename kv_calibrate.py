@@ -75,12 +75,12 @@ def set_bases(cache: KVCache, moments: _Moments) -> None:
     if spec.k_bits == 4:
         strong = 2 * cache.k_values.shape[-1] - cache.head_dim
         into, back = basis(moments.k, moments.q, moments.k_mean, strong)
-        cache.k_in.copy_(into), cache.q_in.copy_(back)
+        cache.k_bases.copy_(torch.stack([into, back]))
     if spec.v_bits == 4:
         white = torch.eye(cache.head_dim, dtype=torch.float64, device=moments.v.device).expand_as(moments.v)
         strong = 2 * cache.v_values.shape[-1] - cache.head_dim
         into, back = basis(moments.v, white, moments.v_mean, strong)
-        cache.v_in.copy_(into), cache.v_out.copy_(back.mT)
+        cache.v_bases.copy_(torch.stack([into, back.mT]))
 
 
 def power(c: Tensor, p: float) -> Tensor:

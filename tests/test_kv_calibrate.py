@@ -25,7 +25,7 @@ def test_calibrated_keys_with_outliers_cost_less():
     plain, fitted = (KVCache(CacheSpec.parse("4,16", dtype=torch.float32), 1, 2, 400, 64) for _ in range(2))
     moments = k[0].double().mT @ k[0].double() / 400
     white = torch.eye(64, dtype=torch.float64).expand(2, 64, 64)
-    fitted.k_in, fitted.q_in = basis(moments, white, k[0].double().mean(1), 16)
+    fitted.k_bases.copy_(torch.stack(basis(moments, white, k[0].double().mean(1), 16)))
     results = []
     for cache in (exact, plain, fitted):
         cache.write(torch.tensor([0]), k, v)

@@ -137,32 +137,30 @@ class HugePages:
     block = 1 << 28  # bytes asked for at a time; what is not used is never touched and takes no memory
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._memory, self._at = b"", 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """As torch.empty, which itself serves other devices; on the CPU aligned to 64 bytes."""
-        elsewhere = torch.device(device).type != "cpu"
+        nbytes = math.prod(shape) * dtype.itemsize
+        elsewhere = torch.device(device).type != "cpu" or nbytes == 0
         if elsewhere or is_in_torch_dispatch_mode():  # the latter: fake or counted (memory_tracker.py)
             return torch.empty(shape, dtype=dtype, device=device)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._free) < nbytes:
-            self._free = _new_block(max(nbytes, self.block))
-        taken, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64:]
-        return taken.view(dtype).view(shape)
+        if self._at + nbytes > len(self._memory):
+            self._memory, self._at = _new_block(max(nbytes, self.block))
+        at, self._at = self._at, self._at + -(-nbytes // 64) * 64
+        # A storage of its own: a compiler that saw two views of one would take them for aliases.
+        return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """As `empty`, zeros: the memory is taken now, not when it is written to."""
         return self.empty(shape, dtype, device).zero_()
 
 
-def _new_block(nbytes: int) -> Tensor:
-    """uint8 [nbytes or more] at a multiple of 2 MB, fresh from the system."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without them: ordinary pages
-    block = torch.frombuffer(memory, dtype=torch.uint8)
-    return block[-block.data_ptr() % PAGE:]
+def _new_block(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Memory fresh from the system, and where in it `nbytes` begin, at a multiple of 2 MB."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, nbytes + PAGE, **private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE

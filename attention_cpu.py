@@ -8,8 +8,7 @@
                  plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
-out with kv_cache.py, cpu_extension.py, attention_cpu.cpp, attention_cpu.h, attention_cpu_kernels.cpp,
-attention_cpu_packed.h and cpu_vector.h.
+out with kv_cache.py, cpu_extension.py, attention_cpu*.cpp, attention_cpu*.h and cpu_vector.h.
 """
 import functools
 from collections.abc import Callable

@@ -64,7 +64,7 @@ struct Int8 {
   }
 };
 
-constexpr int kVectors = 2;          // of eight slots that share a query's bytes
+constexpr int kVectors = 2;  // of eight slots that share a query's bytes
 
 // Sums of NQ queries and 8 * kVectors rows.
 template <int NQ> struct Sums {

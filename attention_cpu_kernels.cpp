@@ -5,11 +5,11 @@
 // instructions that a machine lacks.
 //
 // One work item is (row b, head h, a part of the slots); it reads its K and V once, for all G*T queries:
-//   scores   a query rounded to 16 bits (a scale each) times K's int8, widened to 16 bits, summed in int32
+//   scores   a query rounded to 16 bits (a scale each) times K's int8, summed in int32
 //   softmax  online, in float32, by tiles; K's scale multiplies the scores, V's the probabilities
 //   values   probability times V's scale, rounded to 16 bits of the tile's largest, times V, summed in int32
-// int32 cannot overflow: 32767 * 127 * 512 < 2^31, and no sum is longer than 512 (D <= 512, kTile <= 512).
-// A 16-bit cache takes the same steps in float32; 4-bit rows become int8, a tile at a time.
+// attention_cpu_int8.h has the integer steps.  A 16-bit cache takes the same ones in float32; 4-bit rows become int8, a
+// tile at a time, where they are not met as they are stored.
 #include "attention_cpu_int8.h"
 #include "attention_cpu_packed.h"
 

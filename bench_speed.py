@@ -98,7 +98,8 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
     turn = [[args.peers, str(PEERS / "transformers_speed.py"), str(config), *flags]]
     for cache in args.caches.split(","):
         turn.append([*own, *(["--kv_cache_quantization", cache] if cache != "16" else [])])
-        turn.append([*llama_cpp, OURS[cache]])
+        if cache in OURS:
+            turn.append([*llama_cpp, OURS[cache]])
     return turn
 
 
@@ -124,7 +125,7 @@ def table(rows: list[dict], depths: list[int]) -> str:
     lines += [f"| {system}, {kv} cache | " + " | ".join(f"{x:.1f}" for x in found[system, kv]) + " |"
               for system, kv in names]
     for mine in (name for name in names if name[0] == "gpt-long"):
-        peers = [("llama.cpp", OURS[mine[1]]), ("transformers", "bf16")]
+        peers = [("llama.cpp", OURS.get(mine[1])), ("transformers", "bf16")]
         for peer in (peer for peer in peers if peer in found):
             ratios = " | ".join(f"{a / b:.2f}" for a, b in zip(found[mine], found[peer], strict=True))
             lines.append(f"| **{mine[1]} / {peer[0]} {peer[1]}** | {ratios} |")

@@ -240,3 +240,11 @@ def test_four_bits_equal_the_plain_path(kind, strong, D, dtype, level):
     for T, start in ((1, [279, 100]), (5, [270, 33])):
         q, start = torch.randn(2, 6, T, D).to(dtype), torch.tensor(start)
         assert_near(fast.attend(q, start), KVCache.attend(plain, q.float(), start))
+
+
+def test_caches_share_pages_and_no_storage():
+    zeros = CpuKVCache.allocator()  # views of one storage would be aliases to torch.compile
+    first, second = zeros([3, 64], dtype=torch.int8), zeros([5], dtype=torch.bfloat16)
+    assert second.data_ptr() - first.data_ptr() == 192
+    assert first.untyped_storage().nbytes() == 192 and second.untyped_storage().nbytes() == 10
+    assert not first.any() and not second.any()

@@ -16,6 +16,7 @@ typedef const std::optional<Tensor>& MaybeTensor;
 
 extern "C" const Kernels gpt_long_portable;
 #ifdef GPT_LONG_X86
+#include "cpu_features.h"
 extern "C" const Kernels gpt_long_avx2, gpt_long_avx512;
 #endif
 
@@ -24,11 +25,8 @@ namespace {
 // What this processor has, 0 portable, 1 AVX2, 2 AVX-512 with VNNI.
 int64_t level() {
 #ifdef GPT_LONG_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni"))
-    return 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+  if (has_avx512()) return 2;
+  if (has_avx2()) return 1;
 #endif
   return 0;
 }
@@ -141,18 +139,18 @@ struct Parts {
   }
 };
 
-struct Item { int64_t b, h, part; };
+struct Item { int64_t b, h, part, parts, first, last; };  // part of parts of the slots: first .. last-1
 
 void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   std::vector<Item> items;
-  std::vector<int64_t> offset(B + 1, 0);  // the first item of a row
   int64_t slots = 0;
   for (int64_t b = 0; b < B; b++) {
-    Parts parts(a.start[b] + a.T, a.T);
-    slots += a.start[b] + a.T;
+    int64_t filled = a.start[b] + a.T;
+    Parts parts(filled, a.T);
+    slots += filled;
     for (int64_t h = 0; h < a.H; h++)
-      for (int64_t i = 0; i < parts.count; i++) items.push_back({b, h, i});
-    offset[b + 1] = items.size();
+      for (int64_t i = 0; i < parts.count; i++)
+        items.push_back({b, h, i, parts.count, i * parts.slots, std::min((i + 1) * parts.slots, filled)});
   }
   int64_t n = items.size(), floats = a.part_floats();
   std::unique_ptr<float[]> state(new float[n * floats]);
@@ -160,21 +158,12 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   std::atomic<int64_t>& next = done[B * a.H];
   auto work = [&](int64_t, int64_t) {
     for (int64_t i = next++, soon; i < n; i = soon) {
-      Item item = items[i];
       soon = next++;
-      int64_t filled = a.start[item.b] + a.T, first = item.part * Parts(filled, a.T).slots;
-      Parts parts(filled, a.T);
-      int64_t last = first + parts.slots < filled ? first + parts.slots : filled;
-      const char *k = a.k.at(item.b, item.h, first), *v = k;
-      if (soon < n) {
-        Item then = items[soon];
-        int64_t slot = then.part * Parts(a.start[then.b] + a.T, a.T).slots;
-        k = a.k.at(then.b, then.h, slot);
-        v = a.v.at(then.b, then.h, slot);
-      }
-      run.attend(a, item.b, item.h, first, last, state.get() + i * floats, k, v);
-      if (done[item.b * a.H + item.h].fetch_add(1) + 1 == parts.count)  // the last part combines them all
-        run.combine(a, item.b, item.h, parts.count, state.get() + (i - item.part) * floats);
+      const Item &item = items[i], &then = soon < n ? items[soon] : item;
+      run.attend(a, item.b, item.h, item.first, item.last, state.get() + i * floats,
+                 a.k.at(then.b, then.h, then.first), a.v.at(then.b, then.h, then.first));
+      if (done[item.b * a.H + item.h].fetch_add(1) + 1 == item.parts)  // the last part combines them all
+        run.combine(a, item.b, item.h, item.parts, state.get() + (i - item.part) * floats);
     }
   };
   uint32_t threads = 1;

@@ -8,7 +8,8 @@
                  plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
-out with kv_cache.py, cpu_extension.py, attention_cpu*.cpp, attention_cpu*.h and cpu_vector.h.
+out with kv_cache.py, cpu_extension.py, attention_cpu*.cpp, attention_cpu*.h, cpu_vector.h and
+cpu_features.h.
 """
 import functools
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | 
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
     headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h", "attention_cpu_int8.h",
-               "attention_cpu_tile.h")
+               "attention_cpu_tile.h", "cpu_features.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", _write_fake)

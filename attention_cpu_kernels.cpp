@@ -186,7 +186,7 @@ void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_
   const char* p = scales.at(b, h, first);
   int64_t s = 0;
   if (scales.s == 2)
-    for (; s + W <= n; s += W) save(out + s, (F)(__builtin_convertvector(load<Half>(p + 2 * s), I) << 16));
+    for (; s + W <= n; s += W) save(out + s, load_bfloat16(p + 2 * s));
   for (; s < n; s++) out[s] = from_bfloat16(*(const uint16_t*)(p + s * scales.s));
   for (; s % W; s++) out[s] = 0;
 }
@@ -275,8 +275,7 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  bool k_packed = a.k_strong >= 0, v_packed = a.v_strong >= 0;
-  bool unpack_k = k_packed && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
+  bool v_packed = a.v_strong >= 0, unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
   t.k_strong = unpack_k ? -1 : a.k_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;
   t.v_stride = v_packed ? a.D : a.v.s;

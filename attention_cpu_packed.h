@@ -11,8 +11,8 @@ constexpr float kSigma = 127 / 2.7326f;
 constexpr float kTrials[] = {0.85f, 0.92f, 1.0f, 1.08f, 1.16f};
 
 #if defined(__AVX512BW__)
-// n rows become int8 rows of D, a multiple of 64.  A row's bytes are read where they belong: the packed ones twice, masked, the
-// second time `half` bytes further on, where the high nibbles go.
+// n rows become int8 rows of D, a multiple of 64.  A row's bytes are read where they belong: the packed ones twice,
+// masked, the second time `half` bytes further on, where the high nibbles go.
 void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, int64_t D, char* out) {
   const int64_t half = (D - strong) / 2;
   const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kLevels)), nibble = _mm512_set1_epi8(15);
@@ -25,8 +25,7 @@ void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, in
       __m512i x = _mm512_mask_loadu_epi8(_mm512_maskz_loadu_epi8(first, row), ~first, row - half);
       __m512i index = _mm512_mask_blend_epi8(first, _mm512_srli_epi16(x, 4), x);
       index = _mm512_and_si512(index, nibble);
-      x = _mm512_mask_shuffle_epi8(x, ~top, levels, index);
-      save(to, x);
+      save(to, _mm512_mask_shuffle_epi8(x, ~top, levels, index));
     }
   }
 }

@@ -1,5 +1,6 @@
 // PyTorch operators around the kernels of linear_cpu_kernels.cpp: gpt_long_cpu_linear::int4_mm and ::int8_mm.
 #include "linear_cpu.h"
+#include "cpu_features.h"
 
 #include <memory>
 
@@ -18,10 +19,7 @@ constexpr int64_t kSmall = 1 << 17;  // products; with fewer a parallel region c
 
 // Outputs of a panel that this processor's best kernels want.
 int64_t best_panel() {
-  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vnni");
-  return avx512 ? 16 : 8;
+  return has_avx512() ? 16 : 8;
 }
 
 template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {

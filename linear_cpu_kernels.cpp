@@ -14,8 +14,7 @@ typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t UHalf __attribute__((vector_size(2 * W)));
 typedef uint16_t U16 __attribute__((vector_size(4 * W)));
 
-inline F widen_bfloat16(const uint16_t* p) { return (F)(__builtin_convertvector(load<UHalf>(p), U) << 16); }
-inline F load_floats(const uint16_t* p) { return widen_bfloat16(p); }
+inline F load_floats(const uint16_t* p) { return load_bfloat16(p); }
 inline F load_floats(const float* p) { return load<F>(p); }
 inline S broadcast(const int32_t* pair) { return (S)(I{} + *pair); }
 
@@ -117,7 +116,7 @@ template <int R, bool Int4> void panel_rows(const Linear& a, int64_t panel, int6
     }
   }
   for (int i = 0; i < R; i++)
-    store(a, m + i, panel, Int4 ? y[i] : y[i] * widen_bfloat16(a.row_scales + panel * kPanel));
+    store(a, m + i, panel, Int4 ? y[i] : y[i] * load_bfloat16(a.row_scales + panel * kPanel));
 }
 
 // Rows from m on, R at a time while there are as many, over panels first .. last-1; the row where it ends.

@@ -1,4 +1,4 @@
-// PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write and attend.
+// PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write, attend, and both at once.
 #include "attention_cpu.h"
 
 #include <algorithm>
@@ -100,31 +100,81 @@ void check(const Tensor& x, const Tensor& start, const Tensor& values) {
                 " do not fit in a cache of ", S, " slots");
 }
 
-Store store_of(const Tensor& start, const Tensor& x, const Tensor& values, MaybeTensor scales, MaybeTensor bases) {
+struct Stored {  // K or V of a cache
+  const Tensor& values;
+  MaybeTensor scales, bases;
+};
+struct Cache { Stored k, v; };
+
+Store store_of(const Tensor& start, const Tensor& x, const Stored& stored) {
+  auto& [values, scales, bases] = stored;
   check(x, start, values);
   TORCH_CHECK(values.size(1) == x.size(1), x.size(1), " heads for a cache of ", values.size(1));
   Store a = {view(x), view(values), scale_view(scales, values), kind_of(x), kind_of(values),
              (const int64_t*)start.data_ptr(), x.size(1), x.size(2), x.size(3),
-             scales.has_value() && scales->size(1) == x.size(1), strong_of(values, x.size(3))};
+             scales.has_value() && scales->size(1) == 1 && x.size(1) > 1, strong_of(values, x.size(3))};
   a.basis = basis_of(bases, a.strong, 0, a.H, a.D);
   return a;
 }
 
-void write_tokens(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values,
-                  MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases,
-                  MaybeTensor v_bases, int64_t level) {
-  Store both[] = {store_of(start, k, k_values, k_scales, k_bases), store_of(start, v, v_values, v_scales, v_bases)};
-  const Kernels& run = kernels(level, k.size(3));
-  int64_t rows = k.size(0) * k.size(2), values = k.size(1) * k.size(3);
-  auto work = [&](int64_t first, int64_t last) {  // K's rows, then V's
-    for (int64_t i = 0; i < 2; i++) {
-      int64_t lo = std::max(first - i * rows, (int64_t)0), hi = std::min(last - i * rows, rows);
-      if (lo < hi) run.store(both[i], lo, hi);
-    }
+struct Writing {  // K and V of new tokens
+  Store both[2];
+  int64_t B;
+  Writing(const Tensor& start, const Tensor& k, const Tensor& v, const Cache& cache)
+      : both{store_of(start, k, cache.k), store_of(start, v, cache.v)}, B(k.size(0)) {}
+};
+
+struct Attending {
+  Attention a;
+  int64_t B;
+  Tensor y;
+  std::unique_ptr<float[]> rotated;  // the queries in K's basis, if it has one
+
+  Attending(const Tensor& q, const Tensor& start, const Cache& cache) : B(q.size(0)) {
+    const Tensor &k = cache.k.values, &v = cache.v.values;
+    check(q, start, k);
+    check(q, start, v);
+    int64_t Hq = q.size(1), T = q.size(2), D = q.size(3), H = k.size(1);
+    TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1 && Hq % H == 0 && H == v.size(1) && k.size(2) == v.size(2),
+                "attention_cpu: wants K and V of one shape, a slot's values contiguous, heads a multiple");
+    // The order [B, T, Hq, D], so that joining the heads of a token is a view.
+    y = at::empty_strided({B, Hq, T, D}, {T * Hq * D, D, Hq * D, 1}, q.options());
+    a = {view(q), view(k), view(v), scale_view(cache.k.scales, k), scale_view(cache.v.scales, v), view(y),
+         kind_of(q), kind_of(k), kind_of(v), (const int64_t*)start.data_ptr(), H, Hq / H, T, D,
+         strong_of(k, D), strong_of(v, D), kind_of(q)};
+    a.v_out = basis_of(cache.v.bases, a.v_strong, 1, H, D);
+    a.q_in = basis_of(cache.k.bases, a.k_strong, 1, H, D);
+    if (a.q_in) rotated.reset(new float[q.numel()]);
+  }
+};
+
+// Before attention: new tokens into the cache and queries into its basis, each if there are any.
+void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
+  int64_t vectors = 0, heads = attending && attending->rotated ? attending->B * attending->a.H : 0, cost = 1;
+  if (writing) {
+    const Store& k = writing->both[0];
+    vectors = writing->B * k.T * k.H;
+    cost = k.D;
+  }
+  bool bases = heads || (writing && (writing->both[0].basis || writing->both[1].basis));
+  auto work = [&](int64_t first, int64_t last) {  // K's vectors, V's, then the heads of the queries
+    auto part = [&](int64_t from, int64_t size, auto call) {
+      int64_t lo = std::max(first - from, (int64_t)0), hi = std::min(last - from, size);
+      if (lo < hi) call(lo, hi);
+    };
+    for (int64_t i = 0; i < 2; i++)
+      part(i * vectors, vectors, [&](int64_t lo, int64_t hi) { run.store(writing->both[i], lo, hi); });
+    part(2 * vectors, heads,
+         [&](int64_t lo, int64_t hi) { run.rotate(attending->a, lo, hi, attending->rotated.get()); });
   };
-  int64_t grain = k_bases || v_bases ? 1 : 16384 / values + 1;  // reading a basis takes longer than waking a thread
-  if (2 * rows <= grain) return work(0, 2 * rows);
-  in_parallel(2 * rows, grain, work);
+  int64_t n = 2 * vectors + heads;
+  int64_t grain = bases ? 1 : 16384 / cost + 1;  // reading a basis takes longer than waking a thread
+  n <= grain ? work(0, n) : in_parallel(n, grain, work);
+  if (!heads) return;
+  Attention& a = attending->a;
+  int64_t row = 4 * a.D;
+  a.q = {(char*)attending->rotated.get(), a.H * a.G * a.T * row, a.T * row, row, 4};
+  a.q_kind = kFloat32;
 }
 
 constexpr int64_t kTokens = 16;  // of a call that are computed at a time
@@ -174,54 +224,61 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   in_parallel(workers, 1, work);
 }
 
-Tensor attend_tokens(const Tensor& q, const Tensor& start, const Tensor& k_values, MaybeTensor k_scales,
-              const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases, MaybeTensor v_bases,
-              int64_t level) {
-  check(q, start, k_values);
-  check(q, start, v_values);
-  int64_t B = q.size(0), Hq = q.size(1), T = q.size(2), D = q.size(3), H = k_values.size(1);
-  TORCH_CHECK(k_values.stride(3) == 1 && v_values.stride(3) == 1 && Hq % H == 0 &&
-                  k_values.size(1) == v_values.size(1) && k_values.size(2) == v_values.size(2),
-              "attention_cpu: wants K and V of one shape, a slot's values contiguous, heads a multiple");
-  // The order [B, T, Hq, D], so that joining the heads of a token is a view.
-  Tensor y = at::empty_strided({B, Hq, T, D}, {T * Hq * D, D, Hq * D, 1}, q.options());
-  Attention a = {view(q), view(k_values), view(v_values), scale_view(k_scales, k_values),
-                 scale_view(v_scales, v_values), view(y), kind_of(q), kind_of(k_values), kind_of(v_values),
-                 (const int64_t*)start.data_ptr(), H, Hq / H, T, D, strong_of(k_values, D),
-                 strong_of(v_values, D), kind_of(q)};
-  a.v_out = basis_of(v_bases, a.v_strong, 1, H, D);
-  a.q_in = basis_of(k_bases, a.k_strong, 1, H, D);
-  const Kernels& run = kernels(level, D);
-  std::unique_ptr<float[]> rotated;
-  if (a.q_in) {
-    rotated.reset(new float[q.numel()]);
-    in_parallel(B * H, 1, [&](int64_t first, int64_t last) { run.rotate(a, first, last, rotated.get()); });
-    a.q = {(char*)rotated.get(), 4 * Hq * T * D, 4 * T * D, 4 * D, 4};
-    a.q_kind = kFloat32;
-  }
-  std::vector<int64_t> starts(B);
-  for (int64_t t = 0; t < T; t += kTokens) {  // a block's queries and outputs stay in the core's own cache
+Tensor attend_all(const Kernels& run, const Attending& all) {
+  const Attention& a = all.a;
+  std::vector<int64_t> starts(all.B);
+  for (int64_t t = 0; t < a.T; t += kTokens) {  // a block's queries and outputs stay in the core's own cache
     Attention part = a;
-    part.T = T - t < kTokens ? T - t : kTokens;
+    part.T = a.T - t < kTokens ? a.T - t : kTokens;
     part.q.data += t * a.q.s;
     part.out.data += t * a.out.s;
-    for (int64_t b = 0; b < B; b++) starts[b] = a.start[b] + t;
+    for (int64_t b = 0; b < all.B; b++) starts[b] = a.start[b] + t;
     part.start = starts.data();
-    attend_items(part, run, B);
+    attend_items(part, run, all.B);
   }
-  return y;
+  return all.y;
+}
+
+void write_op(const Tensor& start, const Tensor& k, const Tensor& v, const Tensor& k_values, MaybeTensor k_scales,
+              const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases, MaybeTensor v_bases, int64_t level) {
+  Writing writing(start, k, v, {{k_values, k_scales, k_bases}, {v_values, v_scales, v_bases}});
+  prepare(kernels(level, k.size(3)), &writing, nullptr);
+}
+
+Tensor attend_op(const Tensor& start, const Tensor& q, const Tensor& k_values, MaybeTensor k_scales,
+                 const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases, MaybeTensor v_bases,
+                 int64_t level) {
+  Attending attending(q, start, {{k_values, k_scales, k_bases}, {v_values, v_scales, v_bases}});
+  const Kernels& run = kernels(level, q.size(3));
+  prepare(run, nullptr, &attending);
+  return attend_all(run, attending);
+}
+
+Tensor both_op(const Tensor& start, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_values,
+               MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases,
+               MaybeTensor v_bases, int64_t level) {
+  Cache cache = {{k_values, k_scales, k_bases}, {v_values, v_scales, v_bases}};
+  Writing writing(start, k, v, cache);
+  Attending attending(q, start, cache);
+  const Kernels& run = kernels(level, q.size(3));
+  prepare(run, &writing, &attending);
+  return attend_all(run, attending);
 }
 
 }  // namespace
 
+#define GPT_LONG_READ "Tensor k_values, Tensor? k_scales, Tensor v_values, Tensor? v_scales, "
+#define GPT_LONG_CHANGED "Tensor(a!) k_values, Tensor(b!)? k_scales, Tensor(c!) v_values, Tensor(d!)? v_scales, "
+#define GPT_LONG_REST "Tensor? k_bases, Tensor? v_bases, int level=2) -> "
+
 TORCH_LIBRARY(gpt_long_cpu, m) {
-  m.def("write(Tensor start, Tensor k, Tensor v, Tensor(a!) k_values, Tensor(b!)? k_scales, "
-        "Tensor(c!) v_values, Tensor(d!)? v_scales, Tensor? k_bases, Tensor? v_bases, int level=2) -> ()");
-  m.def("attend(Tensor q, Tensor start, Tensor k_values, Tensor? k_scales, Tensor v_values, "
-        "Tensor? v_scales, Tensor? k_bases, Tensor? v_bases, int level=2) -> Tensor");
+  m.def("write(Tensor start, Tensor k, Tensor v, " GPT_LONG_CHANGED GPT_LONG_REST "()");
+  m.def("attend(Tensor start, Tensor q, " GPT_LONG_READ GPT_LONG_REST "Tensor");
+  m.def("write_and_attend(Tensor start, Tensor q, Tensor k, Tensor v, " GPT_LONG_CHANGED GPT_LONG_REST "Tensor");
   m.def("level() -> int", &level);
 }
 TORCH_LIBRARY_IMPL(gpt_long_cpu, CPU, m) {
-  m.impl("write", &write_tokens);
-  m.impl("attend", &attend_tokens);
+  m.impl("write", &write_op);
+  m.impl("attend", &attend_op);
+  m.impl("write_and_attend", &both_op);
 }

@@ -32,7 +32,7 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
   Kind x_kind, kind;
   const int64_t* start;
   int64_t H, T, D;
-  bool per_head;  // one scale per token and head, else one per token
+  bool one_scale;  // for all heads of a token
   int64_t strong;      // of 4-bit rows, -1 for others
   const uint16_t* basis;  // bfloat16 [H, D, D] into which x goes first, or null
 };
@@ -42,7 +42,7 @@ struct Kernels {
   void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part,
                  const char* k_soon, const char* v_soon);  // rows to be attended to next
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
-  void (*store)(const Store&, int64_t row, int64_t last_row);  // rows are b * T + t
+  void (*store)(const Store&, int64_t first, int64_t last);  // vectors, (b * T + t) * H + h
 };
 
 constexpr int64_t kTile = 256;       // slots whose scores are held at a time

@@ -34,15 +34,7 @@ def _units() -> tuple[Unit, ...]:
     return operators, _kernels("portable"), *(_kernels(*pair) for pair in X86_FLAGS.items() if X86)
 
 
-def _write_fake(start: Tensor, k: Tensor, v: Tensor, k_values: Tensor, k_scales: Tensor | None,
-                v_values: Tensor, v_scales: Tensor | None, k_bases: Tensor | None, v_bases: Tensor | None,
-                level: int = 2) -> None:
-    pass
-
-
-def _attend_fake(q: Tensor, start: Tensor, k_values: Tensor, k_scales: Tensor | None, v_values: Tensor,
-                 v_scales: Tensor | None, k_bases: Tensor | None, v_bases: Tensor | None,
-                 level: int = 2) -> Tensor:
+def _attend_fake(start: Tensor, q: Tensor, *cache: object) -> Tensor:
     B, Hq, T, D = q.shape
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
 
@@ -54,8 +46,9 @@ def load() -> str:
                "attention_cpu_tile.h", "cpu_features.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
-    torch.library.register_fake("gpt_long_cpu::write", _write_fake)
+    torch.library.register_fake("gpt_long_cpu::write", lambda *_: None)
     torch.library.register_fake("gpt_long_cpu::attend", _attend_fake)
+    torch.library.register_fake("gpt_long_cpu::write_and_attend", _attend_fake)
     return ""
 
 
@@ -86,15 +79,29 @@ class CpuKVCache(KVCache):
         return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= most
                 and x.dtype in stored[2:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
+    @property
+    def _cache(self) -> tuple[Tensor | int | None, ...]:
+        """What the operators want besides their inputs."""
+        return (self.k_values, self.k_scales, self.v_values, self.v_scales, self.k_bases, self.v_bases,
+                self.level)
+
+    def _serves_attend(self, q: Tensor) -> bool:
+        rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
+        return rows_whole and self.causal_mask == "none" and self._serves(q)
+
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not self._serves(k):
             return super().write(start, k, v)
-        torch.ops.gpt_long_cpu.write(start, k, v, self.k_values, self.k_scales, self.v_values, self.v_scales,
-                                     self.k_bases, self.v_bases, self.level)
+        torch.ops.gpt_long_cpu.write(start, k, v, *self._cache)
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
-        rows_whole = self.k_values.stride(3) == 1 and self.v_values.stride(3) == 1
-        if not (rows_whole and self.causal_mask == "none" and self._serves(q)):
+        if not self._serves_attend(q):
             return super().attend(q, start)
-        return torch.ops.gpt_long_cpu.attend(q, start, self.k_values, self.k_scales, self.v_values,
-                                             self.v_scales, self.k_bases, self.v_bases, self.level)
+        return torch.ops.gpt_long_cpu.attend(start, q, *self._cache)
+
+    def write_and_attend(self, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`write`, then `attend`: one operator costs less than two."""
+        if not self._serves_attend(q):
+            self.write(start, k, v)
+            return self.attend(q, start)
+        return torch.ops.gpt_long_cpu.write_and_attend(start, q, k, v, *self._cache)

@@ -45,7 +45,7 @@ INLINE void across(const char* rows, int64_t stride, Eight out[4]) {
 }
 
 struct Int8 {
-  static constexpr bool kMeetsPacked = true;  // 4-bit keys are met as they are stored
+  static constexpr bool kMeetsPacked = true;  // 4-bit rows are met as they are stored
   template <int NQ> static void scores(Tile& t, const float* q, int64_t D, void* out);
   // Where value d of an output ends up.
   static int64_t place(int64_t d) { return (d & ~63) + (d >> 2 & 3) * 16 + (d >> 4 & 3) * 4 + (d & 3); }
@@ -155,18 +155,23 @@ inline void round_weights(const float* p, float up, int64_t n, int16_t* rounded)
   }
 }
 
-// 32 of 64 values of the rows: of every 16 the first 8 (Half 0) or the last.
-template <int NQ, int Half>
-OUTLINE void values_of_half(Tile& t, const Weights& w, int64_t D, const char* rows, float* y) {
+// Calls add(s, four rows) for slots s .. s+3; past the end, where weights are zero, it repeats a row.
+template <class Add> INLINE void by_four(const char* rows, int64_t stride, int64_t n, Fetch& fetch, const Add& add) {
+  int64_t s = 0;
+  for (; s + 4 <= n; s += 4, rows += 4 * stride) {
+    fetch.next(2);
+    add(s, rows, rows + stride, rows + 2 * stride, rows + 3 * stride);
+  }
+  if (s < n) add(s, rows, rows + (s + 1 < n ? stride : 0), rows + (s + 2 < n ? 2 * stride : 0), rows);
+}
+
+// Weighted sums of 32 values, 4 slots to a lane.
+template <int NQ> struct WeightedSums {
   I high[2][NQ], low[2][NQ];
-  for (int j = 0; j < NQ; j++) high[0][j] = high[1][j] = low[0][j] = low[1][j] = I{};
-  auto add = [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
-    auto bytes = [](const char* p, const char* q) {
-      __m512i x = load<__m512i>(p), y = load<__m512i>(q);
-      return Half ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
-    };
-    __m512i ab = bytes(a, b), cd = bytes(c, d);
-    I first = (I)_mm512_unpacklo_epi16(ab, cd), second = (I)_mm512_unpackhi_epi16(ab, cd);
+  INLINE WeightedSums() {
+    for (int j = 0; j < NQ; j++) high[0][j] = high[1][j] = low[0][j] = low[1][j] = I{};
+  }
+  INLINE void add(const Weights& w, int64_t s, I first, I second) {
     for (int j = 0; j < NQ; j++) {
       const char* p = (const char*)w.rounded[j] + s;
       I upper = broadcast(p), lower = broadcast(p + kTile);
@@ -175,24 +180,26 @@ OUTLINE void values_of_half(Tile& t, const Weights& w, int64_t D, const char* ro
       low[0][j] = dot_bytes(low[0][j], lower, first);
       low[1][j] = dot_bytes(low[1][j], lower, second);
     }
-  };
-  const int64_t stride = t.v_stride;
+  }
+  I sum(int i, int j) const { return (high[i][j] << 8) + low[i][j]; }
+};
+
+// 32 of 64 values of the rows: of every 16 the first 8 (Half 0) or the last.
+template <int NQ, int Half>
+OUTLINE void values_of_half(Tile& t, const Weights& w, int64_t D, const char* rows, float* y) {
+  WeightedSums<NQ> sums;
   Fetch soon = t.k_soon;
-  int64_t s = 0;
-  for (; s + 4 <= t.n; s += 4, rows += 4 * stride) {
-    soon.next(2);
-    add(s, rows, rows + stride, rows + 2 * stride, rows + 3 * stride);
-  }
+  by_four(rows, t.v_stride, t.n, soon, [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
+    auto bytes = [](const char* p, const char* q) {
+      __m512i x = load<__m512i>(p), y = load<__m512i>(q);
+      return Half ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
+    };
+    __m512i ab = bytes(a, b), cd = bytes(c, d);
+    sums.add(w, s, (I)_mm512_unpacklo_epi16(ab, cd), (I)_mm512_unpackhi_epi16(ab, cd));
+  });
   t.k_soon = soon;
-  if (s < t.n) {  // weights past the end are zero
-    const char *b = rows + (s + 1 < t.n ? stride : 0), *c = rows + (s + 2 < t.n ? 2 * stride : 0);
-    add(s, rows, b, c, rows);
-  }
   F first[NQ], second[NQ];
-  for (int j = 0; j < NQ; j++) {
-    first[j] = to_float((high[0][j] << 8) + low[0][j]);
-    second[j] = to_float((high[1][j] << 8) + low[1][j]);
-  }
+  for (int j = 0; j < NQ; j++) first[j] = to_float(sums.sum(0, j)), second[j] = to_float(sums.sum(1, j));
   add_values<NQ>(y, D, w, first, second);
 }
 template <int NQ> void values_int8(Tile& t, const Weights& w, int64_t D, float* y) {
@@ -202,13 +209,87 @@ template <int NQ> void values_int8(Tile& t, const Weights& w, int64_t D, float* 
   }
 }
 
+// 32 values of packed rows: the low nibbles of 32 bytes (Shift 0) or the high ones (Shift 4).  The first is value d;
+// what lies before `first` are no nibbles.  sums: in place, for each query kMaxPackedHeadDim.
+template <int NQ, int Shift>
+OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, int64_t d, int64_t first, int32_t* sums) {
+  WeightedSums<NQ> all;
+  Fetch soon = t.k_soon;
+  const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kLevels));
+  by_four(rows, t.v_stride, t.n, soon, [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
+    __m256i x = load<__m256i>(a), y = load<__m256i>(b), z = load<__m256i>(c), u = load<__m256i>(d);
+    __m256i ab0 = _mm256_unpacklo_epi8(x, y), ab1 = _mm256_unpackhi_epi8(x, y);
+    __m256i cd0 = _mm256_unpacklo_epi8(z, u), cd1 = _mm256_unpackhi_epi8(z, u);
+    auto both = [&](__m256i low, __m256i high) {  // levels
+      I index = (I)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      return (I)_mm512_shuffle_epi8(levels, (__m512i)((index >> Shift) & 0x0f0f0f0f));
+    };
+    all.add(w, s, both(_mm256_unpacklo_epi16(ab0, cd0), _mm256_unpackhi_epi16(ab0, cd0)),
+            both(_mm256_unpacklo_epi16(ab1, cd1), _mm256_unpackhi_epi16(ab1, cd1)));
+  });
+  t.k_soon = soon;
+  for (int i = 0; i < 2; i++)
+    for (int j = 0; j < NQ; j++) {
+      __m512i sum = (__m512i)all.sum(i, j);
+      auto keep = [&](int64_t at, __m128i four) {
+        if (at >= first) save(sums + j * kMaxPackedHeadDim + Int8::place(at), four);
+      };
+      keep(d + 8 * i, _mm512_castsi512_si128(sum));
+      keep(d + 8 * i + 16, _mm512_extracti32x4_epi32(sum, 1));
+      keep(d + 8 * i + 4, _mm512_extracti32x4_epi32(sum, 2));
+      keep(d + 8 * i + 20, _mm512_extracti32x4_epi32(sum, 3));
+    }
+}
+
+// Values d .. d+7 of the rows, which are bytes.
+template <int NQ> OUTLINE void values_of_bytes(Tile& t, const Weights& w, int64_t d, int32_t* sums) {
+  Eight high[NQ], low[NQ];
+  for (int j = 0; j < NQ; j++) high[j] = low[j] = Eight{};
+  Fetch none = {t.v};
+  by_four(t.v + d, t.v_stride, t.n, none, [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
+    auto eight = [](const char* p) { return _mm_loadl_epi64((const __m128i*)p); };
+    __m128i ab = _mm_unpacklo_epi8(eight(a), eight(b)), cd = _mm_unpacklo_epi8(eight(c), eight(d));
+    __m256i x = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
+    for (int j = 0; j < NQ; j++) {
+      const char* p = (const char*)w.rounded[j] + s;
+      high[j] = dot_bytes(high[j], Eight{} + load<int32_t>(p), (Eight)x);
+      low[j] = dot_bytes(low[j], Eight{} + load<int32_t>(p + kTile), (Eight)x);
+    }
+  });
+  for (int j = 0; j < NQ; j++, sums += kMaxPackedHeadDim) {
+    __m256i sum = (__m256i)((high[j] << 8) + low[j]);
+    save(sums + Int8::place(d), _mm256_castsi256_si128(sum));
+    save(sums + Int8::place(d + 4), _mm256_extracti128_si256(sum, 1));
+  }
+}
+
+// The values of packed rows; `strong`, how many of them are bytes, is a multiple of 8.
+template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, int64_t strong, float* y) {
+  alignas(64) int32_t sums[NQ][kMaxPackedHeadDim];
+  const int64_t half = (D - strong) / 2;
+  for (int64_t c = 0; c < half; c += 32) {
+    int64_t at = strong + (c < half - 32 ? c : half - 32);
+    values_of_nibbles<NQ, 0>(t, w, t.v + at, at, strong, sums[0]);
+    values_of_nibbles<NQ, 4>(t, w, t.v + at, at + half, strong + half, sums[0]);
+  }
+  for (int64_t d = 0; d < strong; d += 8) values_of_bytes<NQ>(t, w, d, sums[0]);
+  for (int64_t d = 0; d < D; d += 2 * W) {
+    F first[NQ], second[NQ];
+    for (int j = 0; j < NQ; j++) {
+      first[j] = to_float(load<I>(sums[j] + d));
+      second[j] = to_float(load<I>(sums[j] + d + W));
+    }
+    add_values<NQ>(y + d, D, w, first, second);
+  }
+}
+
 #else
 struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds two neighbours
   typedef I Sum;
   typedef int32_t Score;
   typedef int16_t Query;
   typedef int8_t Stored;
-  static constexpr bool kMeetsPacked = false;  // 4-bit keys become int8 rows first
+  static constexpr bool kMeetsPacked = false;  // 4-bit rows become int8 rows first
   static constexpr int kValues = 2 * W;
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }

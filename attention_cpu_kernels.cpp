@@ -181,6 +181,8 @@ OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
   t.k_soon = soon;
 }
 
+constexpr int64_t kTogether = 4;  // outputs or queries that are turned at a time
+
 void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
   if (!scales.data) return;
   const char* p = scales.at(b, h, first);
@@ -224,6 +226,8 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
   }
   with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
+    if constexpr (V::kMeetsPacked)
+      if (t.v_strong >= 0) return values_packed<NQ>(t, w, a.D, t.v_strong, y);
     if constexpr (std::is_same_v<V, Int8>) values_int8<NQ>(t, w, a.D, y);
     else values_float<V, NQ>(t, w, a.D, y);
   });
@@ -253,14 +257,16 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
 
 // The queries of heads first .. last-1 times q_in, the matrix of their head: out [B, Hq, T, D].
 void rotate(const Attention& a, int64_t first, int64_t last, float* out) {
-  float row[kMaxHeadDim];
-  out += first * a.queries() * a.D;
-  for (int64_t i = first; i < last; i++)
-    for (int64_t j = 0; j < a.queries(); j++, out += a.D) {
-      int64_t b = i / a.H, h = i % a.H;
-      load_row(a.q.at(b, h * a.G + j / a.T, j % a.T), a.q.d, a.q_kind, a.D, row);
-      times_matrix(row, a.q_in + h * a.D * a.D, a.D, out);
+  float rows[kTogether * kMaxPackedHeadDim];
+  for (int64_t i = first; i < last; i++) {
+    int64_t b = i / a.H, h = i % a.H, N = a.queries();
+    for (int64_t j = 0, n; j < N; j += n) {
+      n = N - j < kTogether ? N - j : kTogether;
+      for (int64_t r = 0; r < n; r++)
+        load_row(a.q.at(b, h * a.G + (j + r) / a.T, (j + r) % a.T), a.q.d, a.q_kind, a.D, rows + r * a.D);
+      times_matrix(rows, n, a.q_in + h * a.D * a.D, a.D, out + (i * N + j) * a.D);
     }
+  }
 }
 
 void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part, const char* k_soon,
@@ -275,22 +281,24 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  bool v_packed = a.v_strong >= 0, unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
+  bool unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
+  bool unpack_v = a.v_strong >= 0 && !(Int8::kMeetsPacked && a.v_strong % 8 == 0);
   t.k_strong = unpack_k ? -1 : a.k_strong;
+  t.v_strong = unpack_v ? -1 : a.v_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;
-  t.v_stride = v_packed ? a.D : a.v.s;
+  t.v_stride = unpack_v ? a.D : a.v.s;
   int64_t k_bytes = a.D * bytes_of(a.k_kind), v_bytes = a.D * bytes_of(a.v_kind);  // that the loops go over
   if (t.k_strong >= 0) k_bytes = ((a.D + t.k_strong) / 2 + 15) & ~15;
   for (int64_t s = first; s < last; s += kTile) {
     t.n = last - s < kTile ? last - s : kTile;
     t.k = unpack_k ? k_rows : a.k.at(b, h, s);
-    t.v = v_packed ? v_rows : a.v.at(b, h, s);
+    t.v = unpack_v ? v_rows : a.v.at(b, h, s);
     bool more = s + t.n < last;
     const char* v_next = more ? a.v.at(b, h, s + t.n) : v_soon;
     t.k_soon = {more ? a.k.at(b, h, s + t.n) : k_soon, a.k.s * 64 / v_bytes};
-    t.v_soon = {v_packed ? v_next : t.v, a.v.s * 64 / k_bytes};
+    t.v_soon = {unpack_v ? v_next : t.v, a.v.s * 64 / k_bytes};
     if (unpack_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
-    if (v_packed) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
+    if (unpack_v) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
     load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
     load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;
@@ -314,60 +322,61 @@ void convert_row(const float* x, Kind kind, int64_t stride, int64_t D, char* out
   }
 }
 
-// The parts of (b, h), in order, become its outputs.
-void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* part) {
+// Output of query j from the parts of its head, in order.
+void combine_query(const Attention& a, int64_t j, int64_t parts, const float* part, float* out) {
   int64_t N = a.queries(), step = a.part_floats();
-  for (int64_t j = 0; j < N; j++) {
-    float top = -INFINITY, total = 0, row[kMaxHeadDim], ordered[kMaxHeadDim];
-    for (int64_t i = 0; i < parts; i++) top = top > part[i * step + j] ? top : part[i * step + j];
-    memset(row, 0, a.D * sizeof(float));
-    for (int64_t i = 0; i < parts; i++) {
-      const float *p = part + i * step, *y = p + 3 * N + j * a.D;
-      float weight = exp2(p[j] - top);
-      total += weight * p[N + j];
-      for (int64_t d = 0; d < a.D; d += W) save(row + d, load<F>(row + d) + load<F>(y + d) * weight);
-    }
-    float scale = 1 / total;
-    with_kind(a.v_kind, [&](auto kind) {
-      for (int64_t d = 0; d < a.D; d++) ordered[d] = row[decltype(kind)::place(d)] * scale;
-    });
-    if (a.v_out) {
-      memcpy(row, ordered, a.D * sizeof(float));
-      times_matrix(row, a.v_out + h * a.D * a.D, a.D, ordered);
-    }
-    convert_row(ordered, a.out_kind, a.out.d, a.D, a.out.at(b, h * a.G + j % a.G, j / a.G));
+  float top = -INFINITY, total = 0, row[kMaxHeadDim];
+  for (int64_t i = 0; i < parts; i++) top = top > part[i * step + j] ? top : part[i * step + j];
+  memset(row, 0, a.D * sizeof(float));
+  for (int64_t i = 0; i < parts; i++) {
+    const float *p = part + i * step, *y = p + 3 * N + j * a.D;
+    float weight = exp2(p[j] - top);
+    total += weight * p[N + j];
+    for (int64_t d = 0; d < a.D; d += W) save(row + d, load<F>(row + d) + load<F>(y + d) * weight);
+  }
+  float scale = 1 / total;
+  with_kind(a.v_kind, [&](auto kind) {
+    for (int64_t d = 0; d < a.D; d++) out[d] = row[decltype(kind)::place(d)] * scale;
+  });
+}
+
+// The parts of (b, h) become its outputs.
+void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* part) {
+  float rows[kTogether * kMaxHeadDim], turned[kTogether * kMaxPackedHeadDim];
+  for (int64_t j = 0, N = a.queries(), n; j < N; j += n) {
+    n = N - j < kTogether ? N - j : kTogether;
+    for (int64_t r = 0; r < n; r++) combine_query(a, j + r, parts, part, rows + r * a.D);
+    if (a.v_out) times_matrix(rows, n, a.v_out + h * a.D * a.D, a.D, turned);
+    for (int64_t r = 0; r < n; r++)
+      convert_row((a.v_out ? turned : rows) + r * a.D, a.out_kind, a.out.d, a.D,
+                  a.out.at(b, h * a.G + (j + r) % a.G, (j + r) / a.G));
   }
 }
 
 // The quantizer of kv_cache.py, bit for bit.
-void store(const Store& a, int64_t first_row, int64_t last_row) {
-  float row[kMaxHeadDim];
-  for (int64_t r = first_row; r < last_row; r++) {
-    int64_t b = r / a.T, t = r % a.T, slot = a.start[b] + t;
+void store(const Store& a, int64_t first, int64_t last) {
+  float row[kMaxHeadDim], own[kMaxHeadDim];
+  for (int64_t i = first; i < last; i++) {
+    int64_t h = i % a.H, t = i / a.H % a.T, b = i / a.H / a.T, slot = a.start[b] + t;
+    char* out = a.values.at(b, h, slot);
     float most = 0;
-    if (a.kind == kInt8 && !a.per_head) {
-      for (int64_t h = 0; h < a.H; h++) {
-        load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
+    if (a.one_scale) {
+      for (int64_t other = 0; other < a.H; other++) {
+        load_row(a.x.at(b, other, t), a.x.d, a.x_kind, a.D, row);
         float m = largest_magnitude(row, a.D);
         most = most > m ? most : m;
       }
     }
-    for (int64_t h = 0; h < a.H; h++) {
-      char* out = a.values.at(b, h, slot);
-      load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
-      if (a.strong >= 0) {
-        float own[kMaxHeadDim];
-        times_matrix(row, a.basis + h * a.D * a.D, a.D, own);
-        save(a.scales.at(b, h, slot), store_packed(own, a.strong, a.D, a.values.d, out));
-        continue;
-      }
-      if (a.kind != kInt8) {
-        convert_row(row, a.kind, a.values.d, a.D, out);
-        continue;
-      }
-      if (a.per_head) most = largest_magnitude(row, a.D);
+    load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
+    if (a.strong >= 0) {
+      times_matrix(row, 1, a.basis + h * a.D * a.D, a.D, own);
+      save(a.scales.at(b, h, slot), store_packed(own, a.strong, a.D, a.values.d, out));
+    } else if (a.kind != kInt8) {
+      convert_row(row, a.kind, a.values.d, a.D, out);
+    } else {
+      if (!a.one_scale) most = largest_magnitude(row, a.D);
       uint16_t scale = to_bfloat16(most / 127 > 1e-8f ? most / 127 : 1e-8f);
-      if (h == 0 || a.per_head) save(a.scales.at(b, h, slot), scale);
+      if (h == 0 || !a.one_scale) save(a.scales.at(b, h, slot), scale);
       store_int8(row, from_bfloat16(scale), a.values.d, a.D, out);
     }
   }

@@ -55,17 +55,41 @@ void unpack_rows(const char* rows, int64_t stride, int64_t n, int64_t strong, in
 }
 #endif
 
-// y = x M, for a row x [D] and a matrix M [D, D]: kVectors of y's at a time stay in registers.
-template <int kVectors> inline void times_columns(const float* x, const uint16_t* matrix, int64_t D, float* y) {
-  F sum[kVectors] = {};
+// y = x M, for NX rows of x [NX, D] and a matrix M [D, D]: a block of columns, whose sums stay in registers.
+template <int NX, int kLoads>
+INLINE void times_columns(const float* x, const uint16_t* matrix, int64_t D, float* y) {
+  F even[NX][kLoads], odd[NX][kLoads];
+  for (int r = 0; r < NX; r++)
+    for (int i = 0; i < kLoads; i++) even[r][i] = odd[r][i] = F{};
   for (int64_t d = 0; d < D; d++, matrix += D)
-    for (int i = 0; i < kVectors; i++) sum[i] += load_bfloat16(matrix + i * W) * x[d];
-  for (int i = 0; i < kVectors; i++) save(y + i * W, sum[i]);
+    for (int i = 0; i < kLoads; i++) {
+      I pairs = load<I>(matrix + 2 * W * i);
+      F low = (F)(pairs << 16), high = (F)(pairs & (int32_t)0xffff0000);
+      for (int r = 0; r < NX; r++) {
+        even[r][i] += low * x[r * D + d];
+        odd[r][i] += high * x[r * D + d];
+      }
+    }
+  for (int r = 0; r < NX; r++)
+    for (int i = 0; i < kLoads; i++) {
+      float first[W], second[W], *to = y + r * D + 2 * W * i;
+      save(first, even[r][i]);
+      save(second, odd[r][i]);
+      for (int j = 0; j < W; j++) to[2 * j] = first[j], to[2 * j + 1] = second[j];
+    }
 }
-OUTLINE void times_matrix(const float* x, const uint16_t* matrix, int64_t D, float* y) {
+template <int NX> OUTLINE void times_matrix_rows(const float* x, const uint16_t* matrix, int64_t D, float* y) {
   int64_t e = 0;
-  for (; e + 4 * W <= D; e += 4 * W) times_columns<4>(x, matrix + e, D, y + e);
-  for (; e < D; e += W) times_columns<1>(x, matrix + e, D, y + e);
+  for (; e + 4 * W <= D; e += 4 * W) times_columns<NX, 2>(x, matrix + e, D, y + e);
+  for (; e < D; e += 2 * W) times_columns<NX, 1>(x, matrix + e, D, y + e);
+}
+void times_matrix(const float* x, int64_t rows, const uint16_t* matrix, int64_t D, float* y) {
+  for (int64_t n; rows > 0; rows -= n, x += n * D, y += n * D) {
+    n = rows < 4 ? rows : 4;
+    auto run = n == 1 ? times_matrix_rows<1> : n == 2 ? times_matrix_rows<2> : n == 3 ? times_matrix_rows<3>
+                                                                            : times_matrix_rows<4>;
+    run(x, matrix, D, y);
+  }
 }
 
 void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {
@@ -81,34 +105,33 @@ void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* ou
   else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded[d];
 }
 
-// The index of the nearest level: how many midpoints between levels lie below x.
-inline int nearest(float x) {
-  int index = 0;
-  for (int i = 0; i < 15; i++) index += x > (kLevels[i] + kLevels[i + 1]) * 0.5f;
-  return index;
-}
-// The same for n values: the levels themselves.
-inline void nearest_levels(const float* x, float divisor, int64_t n, float* out) {
-  for (int64_t d = 0; d < n; d++) {
-    float value = x[d] / divisor, level = kLevels[0];
-    for (int i = 0; i < 15; i++)
-      level += value > (kLevels[i] + kLevels[i + 1]) * 0.5f ? (float)(kLevels[i + 1] - kLevels[i]) : 0.0f;
-    out[d] = level;
+// The nearest levels, or their indices: how many midpoints between levels lie below a value.
+template <bool Index> inline F nearest(F x) {
+  F out = F{} + (Index ? 0.f : kLevels[0]);
+  for (int i = 0; i < 15; i++) {
+    F next = F{} + (Index ? i + 1.f : kLevels[i + 1]);
+    out = x > (kLevels[i] + kLevels[i + 1]) * 0.5f ? next : out;
   }
+  return out;
 }
 
-// The best of least-squares scales for n values (quantize4 explains).
+// The best of least-squares scales for n values, which zeros follow up to a multiple of W (quantize4 explains).
 float fitted_scale(const float* x, int64_t n) {
-  float squares = 0, best = 0, scale = 0, fit[kMaxHeadDim];
-  for (int64_t d = 0; d < n; d++) squares += x[d] * x[d];
-  float rms = std::sqrt(squares / n);
+  const int64_t end = (n + W - 1) / W * W;
+  const float of_zeros = 36.f * (end - n);  // zero is nearest to -6; sums of squares of levels are exact
+  F squares = {};
+  for (int64_t d = 0; d < end; d += W) squares += load<F>(x + d) * load<F>(x + d);
+  float rms = std::sqrt(total(squares) / n), best = 0, scale = 0;
   rms = (rms > 1e-8f ? rms : 1e-8f) / kSigma;
   for (float trial : kTrials) {
-    float along = 0, norm = 0;
-    nearest_levels(x, rms * trial, n, fit);
-    for (int64_t d = 0; d < n; d++) along += x[d] * fit[d], norm += fit[d] * fit[d];
-    float gain = along * along / norm;
-    if (gain > best) best = gain, scale = along / norm;
+    F along = {}, norm = {};
+    for (int64_t d = 0; d < end; d += W) {
+      F fit = nearest<false>(load<F>(x + d) / (rms * trial));
+      along += load<F>(x + d) * fit;
+      norm += fit * fit;
+    }
+    float a = total(along), s = total(norm) - of_zeros, gain = a * a / s;
+    if (gain > best) best = gain, scale = a / s;
   }
   return scale;
 }
@@ -116,7 +139,9 @@ float fitted_scale(const float* x, int64_t n) {
 // Packs a row x [D] already in its basis; returns its scale.
 uint16_t store_packed(const float* x, int64_t strong, int64_t D, int64_t stride, char* out) {
   const int64_t n = D - strong, half = n / 2;
-  const float* rest = x + strong;
+  float rest[kMaxPackedHeadDim + W];
+  memcpy(rest, x + strong, n * sizeof(float));
+  save(rest + n, F{});
   float scale = fitted_scale(rest, n);
   for (int64_t d = 0; d < strong; d++) {
     float wide = std::fabs(x[d]) / 127;
@@ -125,8 +150,10 @@ uint16_t store_packed(const float* x, int64_t strong, int64_t D, int64_t stride,
   uint16_t stored = to_bfloat16(scale > 1e-8f ? scale : 1e-8f);
   scale = from_bfloat16(stored);
   store_int8(x, scale, stride, strong, out);
-  for (int64_t i = 0; i < half; i++)
-    out[(strong + i) * stride] = (char)(nearest(rest[i] / scale) | nearest(rest[half + i] / scale) << 4);
+  int32_t index[kMaxPackedHeadDim + W];
+  for (int64_t d = 0; d < n; d += W)
+    save(index + d, __builtin_convertvector(nearest<true>(load<F>(rest + d) / scale), I));
+  for (int64_t i = 0; i < half; i++) out[(strong + i) * stride] = (char)(index[i] | index[half + i] << 4);
   return stored;
 }
 

@@ -69,7 +69,8 @@ def _compiled(function: Callable, **more: object) -> Callable:
     # A function of its own, since Dynamo keeps graphs by code object and these drop their guards.
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, fullgraph=True, dynamic=False, options={
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, **more})
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+        "size_asserts": False, **more})
 
 
 def compile_decode(model: Transformer) -> Callable[..., Tensor]:

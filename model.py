@@ -3,7 +3,8 @@
 Letters: B batch, T new tokens of this call, S slots of the cache, H key/value heads, G query heads per
 key/value head, D head_dim, E model dim, V vocabulary.  ModelConfig comes from a Hugging Face config.json and
 nothing else.  Needs torch only.  Every attention layer wants a cache before the first call: kv_cache.attach,
-or any object with write(start, k, v) and attend(q, start).
+or any object with write(start, k, v) and attend(q, start); one with write_and_attend(start, q, k, v) as well
+is asked for both at once.
 """
 import json
 import math
@@ -142,7 +143,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str | None = No
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, T, heads, D], half-split pairs, by its angles' cos and sin (float32 [B, T, 1, D/2])."""
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)], dim=-1)
 
 
 class Attention(nn.Module):
@@ -163,8 +164,12 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).view(B, T, -1, self.head_dim)  # [B, T, heads, D]
         qk, v = qkv.split([self.n_heads + self.n_kv_heads, self.n_kv_heads], dim=2)
         q, k = apply_rope(qk, cos, sin).split([self.n_heads, self.n_kv_heads], dim=2)
-        self.cache.write(start, k.transpose(1, 2), v.transpose(1, 2))
-        y = self.cache.attend(q.transpose(1, 2), start)  # [B, Hq, T, D]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
+        if hasattr(self.cache, "write_and_attend"):
+            y = self.cache.write_and_attend(start, q, k, v)
+        else:
+            self.cache.write(start, k, v)
+            y = self.cache.attend(q, start)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
 
 

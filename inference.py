@@ -64,13 +64,56 @@ def _run_layers(layers: nn.ModuleList, x: Tensor, start: Tensor, cos: Tensor, si
     return x
 
 
-def _compiled(function: Callable, **more: object) -> Callable:
+def _compiled(function: Callable, backend: str | Callable = "inductor", **options: object) -> Callable:
     """`function` compiled for fixed shapes, without guards on modules: they cost a fifth of a step."""
     # A function of its own, since Dynamo keeps graphs by code object and these drop their guards.
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, fullgraph=True, dynamic=False, options={
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-        "size_asserts": False, **more})
+    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    return torch.compile(own, backend=backend, fullgraph=True, dynamic=False, options=options)
+
+
+class _Groups:
+    """Groups of layers, one after the other, by one compiled graph for fixed shapes.
+
+    A group's first call goes through Dynamo, which finds the tensors of its modules.  Later calls hand the
+    same tensors to the graph themselves: finding and checking them anew would be a sixth of a short step.
+    """
+
+    def __init__(self, layers: nn.ModuleList, size: int) -> None:
+        self.groups = [layers[i:i + size] for i in range(0, len(layers), size)]
+        self.calls: list[tuple[Callable, list, list[int]]] = []  # graph, inputs, which of them vary
+        self.run = _compiled(_run_layers, self._compile)
+
+    def _compile(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable:
+        """Inductor; what its graph is called with is kept."""
+        from torch._inductor.compile_fx import compile_fx  # takes a second to import
+        unchecked = {"size_asserts": False, "cpp.vec_isa_ok": True}  # the latter: no trial compilations, 6 s
+        compiled = compile_fx(graph, examples, config_patches=unchecked)
+
+        def call(*inputs: Tensor) -> tuple[Tensor]:
+            self.last_call = compiled, list(inputs)
+            return compiled(*inputs)
+
+        return call
+
+    def _first(self, group: nn.ModuleList, *varying: Tensor) -> Tensor:
+        y = self.run(group, *varying)
+        graph, inputs = self.last_call
+        ids = [id(tensor) for tensor in inputs]
+        self.calls.append((graph, inputs, [ids.index(id(tensor)) for tensor in varying]))
+        return y
+
+    def __call__(self, x: Tensor, *rest: Tensor) -> Tensor:
+        """x through all layers; rest: start, cos, sin."""
+        if not self.calls:
+            for group in self.groups:
+                x = self._first(group, x, *rest)
+            return x
+        for graph, inputs, places in self.calls:
+            for place, tensor in zip(places, (x, *rest), strict=True):
+                inputs[place] = tensor
+            x, = graph(*inputs)
+        return x
 
 
 def compile_decode(model: Transformer) -> Callable[..., Tensor]:
@@ -82,14 +125,11 @@ def compile_decode(model: Transformer) -> Callable[..., Tensor]:
     if model.norm.weight.device.type == "cuda":
         return _compiled(_decode_step, **{"triton.cudagraphs": True})
     count = len(model.layers)
-    size = max(n for n in range(1, GROUP_LAYERS + 1) if count % n == 0)
-    groups = [model.layers[i:i + size] for i in range(0, count, size)]
-    run = _compiled(_run_layers, **{"cpp.vec_isa_ok": True})  # no trial compilations: 6 s
+    run = _Groups(model.layers, max(n for n in range(1, GROUP_LAYERS + 1) if count % n == 0))
 
     def decode_step(model: Transformer, sampler: Sampler, token: Tensor, start: Tensor) -> Tensor:
         x, cos, sin = model.begin(token[:, None], start)
-        for group in groups:
-            x = run(group, x, start, cos, sin)
+        x = run(x, start, cos, sin)
         return sampler(model.lm_head(model.norm(x)[:, -1]))
 
     return decode_step

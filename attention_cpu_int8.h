@@ -119,10 +119,14 @@ INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t
     }
 }
 
-// The same with the n filled rows of a tile: out [NQ][kTile], before any scale.
-template <int NQ, bool Packed> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
+constexpr int64_t kStrong = 16;  // what packed keys have by default
+
+// The same with the n filled rows of a tile: out [NQ][kTile], before any scale.  FixedD (0: any) unrolls the loops,
+// over packed rows of kStrong.
+template <int NQ, bool Packed, int FixedD> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
   constexpr int64_t kRows = 8 * kVectors;
-  const int64_t strong = t.k_strong, bytes = Packed ? (D + strong) / 2 : D;
+  if (FixedD) D = FixedD;
+  const int64_t strong = FixedD ? kStrong : t.k_strong, bytes = Packed ? (D + strong) / 2 : D;
   Fetch soon = t.v_soon;
   if (t.n < kRows) {  // from a copy: no row past the filled ones is read
     alignas(64) char rows[kRows * kMaxHeadDim];
@@ -136,7 +140,10 @@ template <int NQ, bool Packed> OUTLINE void scores_int8(Tile& t, const float* q,
 }
 
 template <int NQ> void Int8::scores(Tile& t, const float* q, int64_t D, void* out) {
-  t.k_strong < 0 ? scores_int8<NQ, false>(t, q, D, out) : scores_int8<NQ, true>(t, q, D, out);
+  bool usual = t.k_strong == kStrong;
+  auto run = t.k_strong < 0 ? scores_int8<NQ, false, 0> : usual && D == 64 ? scores_int8<NQ, true, 64>
+             : usual && D == 128 ? scores_int8<NQ, true, 128> : scores_int8<NQ, true, 0>;
+  run(t, q, D, out);
 }
 
 // n probabilities times `up`, rounded: high bytes, and kTile bytes later low ones.
@@ -209,70 +216,60 @@ template <int NQ> void values_int8(Tile& t, const Weights& w, int64_t D, float* 
   }
 }
 
-// 32 values of packed rows: the low nibbles of 32 bytes (Shift 0) or the high ones (Shift 4).  The first is value d;
-// what lies before `first` are no nibbles.  sums: in place, for each query kMaxPackedHeadDim.
-template <int NQ, int Shift>
-OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, int64_t d, int64_t first, int32_t* sums) {
+// Packed values, of which the first eight are bytes.  The nibbles and the last four of the bytes go in blocks of 32
+// bytes: first the low nibbles, then, kept in `mixed` by fours of slots, the high ones.  The first block's four bytes
+// count as low ones, and the row's first four take their place among the high ones.
+template <int NQ, bool High, bool First>
+OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, char* mixed, int32_t* sums, int64_t d) {
   WeightedSums<NQ> all;
   Fetch soon = t.k_soon;
   const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kLevels));
+  const __m128i turn = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   by_four(rows, t.v_stride, t.n, soon, [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
-    __m256i x = load<__m256i>(a), y = load<__m256i>(b), z = load<__m256i>(c), u = load<__m256i>(d);
-    __m256i ab0 = _mm256_unpacklo_epi8(x, y), ab1 = _mm256_unpackhi_epi8(x, y);
-    __m256i cd0 = _mm256_unpacklo_epi8(z, u), cd1 = _mm256_unpackhi_epi8(z, u);
-    auto both = [&](__m256i low, __m256i high) {  // levels
-      I index = (I)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-      return (I)_mm512_shuffle_epi8(levels, (__m512i)((index >> Shift) & 0x0f0f0f0f));
+    char* kept = mixed + 32 * s;
+    I first, second;
+    if (High) {
+      first = load<I>(kept), second = load<I>(kept + 64);
+    } else {
+      __m256i x = load<__m256i>(a), y = load<__m256i>(b), z = load<__m256i>(c), u = load<__m256i>(d);
+      __m256i ab0 = _mm256_unpacklo_epi8(x, y), ab1 = _mm256_unpackhi_epi8(x, y);
+      __m256i cd0 = _mm256_unpacklo_epi8(z, u), cd1 = _mm256_unpackhi_epi8(z, u);
+      auto both = [](__m256i x, __m256i y) { return (I)_mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1); };
+      first = both(_mm256_unpacklo_epi16(ab0, cd0), _mm256_unpackhi_epi16(ab0, cd0));  // bytes 0-3 16-19 4-7 20-23
+      second = both(_mm256_unpacklo_epi16(ab1, cd1), _mm256_unpackhi_epi16(ab1, cd1));  // 8-11 24-27 12-15 28-31
+      save(kept, first);
+      save(kept + 64, second);
+    }
+    auto level = [&](I x, __mmask64 nibbles) {
+      I index = (High ? x >> 4 : x) & 0x0f0f0f0f;
+      return (I)_mm512_mask_shuffle_epi8((__m512i)x, nibbles, levels, (__m512i)index);
     };
-    all.add(w, s, both(_mm256_unpacklo_epi16(ab0, cd0), _mm256_unpackhi_epi16(ab0, cd0)),
-            both(_mm256_unpacklo_epi16(ab1, cd1), _mm256_unpackhi_epi16(ab1, cd1)));
+    all.add(w, s, level(first, First ? ~0xffffull : ~0ull), level(second, ~0ull));
+    if (!High && First) {
+      auto four = [](const char* p) { return load<int32_t>(p - 4); };
+      save(kept, _mm_shuffle_epi8(_mm_setr_epi32(four(a), four(b), four(c), four(d)), turn));
+    }
   });
   t.k_soon = soon;
-  for (int i = 0; i < 2; i++)
-    for (int j = 0; j < NQ; j++) {
+  for (int j = 0; j < NQ; j++, sums += kMaxPackedHeadDim)
+    for (int i = 0; i < 2; i++) {
       __m512i sum = (__m512i)all.sum(i, j);
-      auto keep = [&](int64_t at, __m128i four) {
-        if (at >= first) save(sums + j * kMaxPackedHeadDim + Int8::place(at), four);
-      };
-      keep(d + 8 * i, _mm512_castsi512_si128(sum));
+      auto keep = [&](int64_t at, __m128i four) { save(sums + Int8::place(at), four); };
+      keep(High && First && i == 0 ? 0 : d + 8 * i, _mm512_castsi512_si128(sum));
       keep(d + 8 * i + 16, _mm512_extracti32x4_epi32(sum, 1));
       keep(d + 8 * i + 4, _mm512_extracti32x4_epi32(sum, 2));
       keep(d + 8 * i + 20, _mm512_extracti32x4_epi32(sum, 3));
     }
 }
-
-// Values d .. d+7 of the rows, which are bytes.
-template <int NQ> OUTLINE void values_of_bytes(Tile& t, const Weights& w, int64_t d, int32_t* sums) {
-  Eight high[NQ], low[NQ];
-  for (int j = 0; j < NQ; j++) high[j] = low[j] = Eight{};
-  Fetch none = {t.v};
-  by_four(t.v + d, t.v_stride, t.n, none, [&](int64_t s, const char* a, const char* b, const char* c, const char* d) {
-    auto eight = [](const char* p) { return _mm_loadl_epi64((const __m128i*)p); };
-    __m128i ab = _mm_unpacklo_epi8(eight(a), eight(b)), cd = _mm_unpacklo_epi8(eight(c), eight(d));
-    __m256i x = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
-    for (int j = 0; j < NQ; j++) {
-      const char* p = (const char*)w.rounded[j] + s;
-      high[j] = dot_bytes(high[j], Eight{} + load<int32_t>(p), (Eight)x);
-      low[j] = dot_bytes(low[j], Eight{} + load<int32_t>(p + kTile), (Eight)x);
-    }
-  });
-  for (int j = 0; j < NQ; j++, sums += kMaxPackedHeadDim) {
-    __m256i sum = (__m256i)((high[j] << 8) + low[j]);
-    save(sums + Int8::place(d), _mm256_castsi256_si128(sum));
-    save(sums + Int8::place(d + 4), _mm256_extracti128_si256(sum, 1));
-  }
-}
-
-// The values of packed rows; `strong`, how many of them are bytes, is a multiple of 8.
-template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, int64_t strong, float* y) {
+template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, float* y) {
   alignas(64) int32_t sums[NQ][kMaxPackedHeadDim];
-  const int64_t half = (D - strong) / 2;
-  for (int64_t c = 0; c < half; c += 32) {
-    int64_t at = strong + (c < half - 32 ? c : half - 32);
-    values_of_nibbles<NQ, 0>(t, w, t.v + at, at, strong, sums[0]);
-    values_of_nibbles<NQ, 4>(t, w, t.v + at, at + half, strong + half, sums[0]);
+  alignas(64) char mixed[32 * kTile];
+  for (int64_t c = 0; c < D / 2; c += 32) {
+    auto low = c == 0 ? values_of_nibbles<NQ, false, true> : values_of_nibbles<NQ, false, false>;
+    auto high = c == 0 ? values_of_nibbles<NQ, true, true> : values_of_nibbles<NQ, true, false>;
+    low(t, w, t.v + 4 + c, mixed, sums[0], 4 + c);
+    high(t, w, t.v + 4 + c, mixed, sums[0], D / 2 + c);
   }
-  for (int64_t d = 0; d < strong; d += 8) values_of_bytes<NQ>(t, w, d, sums[0]);
   for (int64_t d = 0; d < D; d += 2 * W) {
     F first[NQ], second[NQ];
     for (int j = 0; j < NQ; j++) {

@@ -227,7 +227,7 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
   with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
     if constexpr (V::kMeetsPacked)
-      if (t.v_strong >= 0) return values_packed<NQ>(t, w, a.D, t.v_strong, y);
+      if (t.v_strong >= 0) return values_packed<NQ>(t, w, a.D, y);
     if constexpr (std::is_same_v<V, Int8>) values_int8<NQ>(t, w, a.D, y);
     else values_float<V, NQ>(t, w, a.D, y);
   });
@@ -282,7 +282,7 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
   bool unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
-  bool unpack_v = a.v_strong >= 0 && !(Int8::kMeetsPacked && a.v_strong % 8 == 0);
+  bool unpack_v = a.v_strong >= 0 && !(Int8::kMeetsPacked && a.v_strong == 8);
   t.k_strong = unpack_k ? -1 : a.k_strong;
   t.v_strong = unpack_v ? -1 : a.v_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;

@@ -111,46 +111,47 @@ OUTLINE void scores(Tile& t, const float* q, int64_t D, void* out) {
   }
 }
 
-// One query's softmax step over a tile of n scores of which it sees `seen`.
-template <bool IntK, bool IntV>
-void softmax(Weights& w, int j, int64_t n, int64_t seen, float mul, const float* k_scales,
-             const float* v_scales, float& top, float& all) {
-  float* score = w.score[j];
-  F most = F{} - INFINITY;
-  auto scaled = [&](int64_t s) {  // but for `mul`
-    return IntK ? to_float(load<I>(score + s)) * load<F>(k_scales + s) : load<F>(score + s);
-  };
-  int64_t s = 0;
-  for (; s + W <= seen; s += W) {
-    F x = scaled(s);
-    most = largest(most, x);
-    save(score + s, x);
+// The softmax step of NQ queries over a tile of n scores; query j sees seen[j] of them, and none if that is not positive.
+template <int NQ, bool IntK, bool IntV>
+OUTLINE void softmax(Weights& w, int64_t n, const int64_t* seen, const float* mul, const Tile& t, float* top, float* all) {
+  F most[NQ], sum[NQ], top_weight[NQ], lanes;
+  float tile_top[NQ];
+  int64_t all_see = seen[0];  // the first query sees the fewest
+  for (int i = 0; i < W; i++) lanes[i] = i;
+  for (int j = 0; j < NQ; j++) most[j] = F{} - INFINITY, sum[j] = F{}, top_weight[j] = F{} + 1e-30f;
+  for (int64_t s = 0; s < n; s += W) {
+    F k_scale = IntK ? load<F>(t.k_scales + s) : F{};
+    for (int j = 0; j < NQ; j++) {
+      F x = IntK ? to_float(load<I>(w.score[j] + s)) * k_scale : load<F>(w.score[j] + s);  // but for mul[j]
+      if (s + W > all_see) x = lanes < (float)(seen[j] - s) ? x : F{} - INFINITY;
+      most[j] = largest(most[j], x);
+      save(w.score[j] + s, x);
+    }
   }
-  for (; s < n; s += W) {
-    F x = scaled(s);
-    for (int i = 0; i < W; i++) x[i] = s + i < seen ? x[i] : -INFINITY;
-    most = largest(most, x);
-    save(score + s, x);
+  for (int j = 0; j < NQ; j++) tile_top[j] = seen[j] > 0 ? greatest(most[j]) * mul[j] : 0;
+  for (int64_t s = 0; s < n; s += W) {
+    F v_scale = IntV ? load<F>(t.v_scales + s) : F{};
+    for (int j = 0; j < NQ; j++) {
+      F p = exp2(load<F>(w.score[j] + s) * mul[j] - tile_top[j]);
+      sum[j] += p;
+      if (IntV) p *= v_scale;
+      if (IntV) top_weight[j] = largest(top_weight[j], p);
+      save(w.score[j] + s, p);
+    }
   }
-  float tile_top = greatest(most) * mul, new_top = top > tile_top ? top : tile_top;
-  F sum = {}, top_weight = F{} + 1e-30f;
-  for (s = 0; s < n; s += W) {
-    F p = exp2(load<F>(score + s) * mul - tile_top);
-    sum += p;
-    if (IntV) p *= load<F>(v_scales + s);
-    if (IntV) top_weight = largest(top_weight, p);
-    save(score + s, p);
+  for (int j = 0; j < NQ; j++) {
+    float new_top = seen[j] > 0 && tile_top[j] > top[j] ? tile_top[j] : top[j];
+    float relative = seen[j] > 0 ? exp2(tile_top[j] - new_top) : 0;
+    w.shrink[j] = seen[j] > 0 ? exp2(top[j] - new_top) : 1;
+    w.factor[j] = relative;
+    if (IntV) {
+      float weight = greatest(top_weight[j]);
+      round_weights(w.score[j], 32767 / weight, n, w.rounded[j]);
+      w.factor[j] *= weight / 32767;
+    }
+    all[j] = all[j] * w.shrink[j] + total(sum[j]) * relative;
+    top[j] = new_top;
   }
-  float relative = exp2(tile_top - new_top);
-  w.shrink[j] = exp2(top - new_top);
-  w.factor[j] = relative;
-  if (IntV) {
-    float weight = greatest(top_weight);
-    round_weights(score, 32767 / weight, n, w.rounded[j]);
-    w.factor[j] *= weight / 32767;
-  }
-  all = all * w.shrink[j] + total(sum) * relative;
-  top = new_top;
 }
 
 template <class V, int NQ>
@@ -211,19 +212,11 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
     }
   });
   bool int_k = a.k_kind == kInt8, int_v = a.v_kind == kInt8;
-  auto step = int_k ? int_v ? softmax<true, true> : softmax<true, false>
-                    : int_v ? softmax<false, true> : softmax<false, false>;
-  for (int i = 0; i < NQ; i++) {
-    int64_t seen = seen_by_first + (j + i) / a.G;
-    if (seen > 0) {
-      step(w, i, t.n, seen < t.n ? seen : t.n, mul[i], t.k_scales, t.v_scales, top[i], total[i]);
-    } else {
-      memset(w.score[i], 0, sizeof w.score[i]);
-      memset(w.rounded[i], 0, sizeof w.rounded[i]);
-      w.shrink[i] = 1;
-      w.factor[i] = 0;
-    }
-  }
+  auto step = int_k ? int_v ? softmax<NQ, true, true> : softmax<NQ, true, false>
+                    : int_v ? softmax<NQ, false, true> : softmax<NQ, false, false>;
+  int64_t seen[NQ];
+  for (int i = 0; i < NQ; i++) seen[i] = seen_by_first + (j + i) / a.G;
+  step(w, t.n, seen, mul, t, top, total);
   with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
     if constexpr (V::kMeetsPacked)

@@ -46,6 +46,7 @@ INLINE void across(const char* rows, int64_t stride, Eight out[4]) {
 
 struct Int8 {
   static constexpr bool kMeetsPacked = true;  // 4-bit rows are met as they are stored
+  static constexpr int kRun = 4;
   template <int NQ> static void scores(Tile& t, const float* q, int64_t D, void* out);
   // Where value d of an output ends up.
   static int64_t place(int64_t d) { return (d & ~63) + (d >> 2 & 3) * 16 + (d >> 4 & 3) * 4 + (d & 3); }
@@ -287,7 +288,7 @@ struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds
   typedef int16_t Query;
   typedef int8_t Stored;
   static constexpr bool kMeetsPacked = false;  // 4-bit rows become int8 rows first
-  static constexpr int kValues = 2 * W;
+  static constexpr int kValues = 2 * W, kRun = 16;
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }
   static Chunk query(const Query* q) { return {load<S>(q)}; }

@@ -37,14 +37,14 @@ inline float largest_magnitude(const float* x, int64_t D) {
 }
 
 // How values are read, kValues of a row at a time.  A kind is free to take them out of order: place(d) tells
-// where value d of a row ends up, and queries and outputs are kept in that order.
+// where value d of a row ends up, and queries and outputs are kept in that order.  kRun values stay neighbours.
 struct Float32 {
   typedef F Sum;
   typedef float Score;
   typedef float Query;
   typedef float Stored;
   static constexpr bool kMeetsPacked = false;
-  static constexpr int kValues = 2 * W;
+  static constexpr int kValues = 2 * W, kRun = 16;
   struct Chunk { F x, y; };
   static Chunk load_chunk(const char* row) { return {load<F>(row), load<F>(row + 4 * W)}; }
   static Chunk query(const Query* q) { return load_chunk((const char*)q); }
@@ -54,6 +54,7 @@ struct Float32 {
 };
 struct BFloat16 : Float32 {  // even values, then odd ones: one instruction each
   typedef uint16_t Stored;
+  static constexpr int kRun = 1;
   static Chunk load_chunk(const char* row) {
     I pairs = load<I>(row);
     return {(F)(pairs << 16), (F)(pairs & (int32_t)0xffff0000)};
@@ -329,7 +330,9 @@ void combine_query(const Attention& a, int64_t j, int64_t parts, const float* pa
   }
   float scale = 1 / total;
   with_kind(a.v_kind, [&](auto kind) {
-    for (int64_t d = 0; d < a.D; d++) out[d] = row[decltype(kind)::place(d)] * scale;
+    typedef decltype(kind) V;
+    for (int64_t d = 0; d < a.D; d += V::kRun)
+      for (int i = 0; i < V::kRun; i++) out[d + i] = row[V::place(d) + i] * scale;
   });
 }
 

@@ -92,17 +92,16 @@ void times_matrix(const float* x, int64_t rows, const uint16_t* matrix, int64_t 
   }
 }
 
-void store_int8(const float* x, float scale, int64_t stride, int64_t D, char* out) {
+void store_int8(const float* __restrict x, float scale, int64_t stride, int64_t D, char* __restrict out) {
   const float shift = 12582912.f;  // rounds to integers, half to even
-  int8_t rounded[kMaxHeadDim];
-  for (int64_t d = 0; d < D; d++) {
+  auto rounded = [&](int64_t d) {
     float v = (x[d] / scale + shift) - shift;
     v = v < -127 ? -127 : v;
     v = v > 127 ? 127 : v;
-    rounded[d] = (int8_t)(int32_t)v;
-  }
-  if (stride == 1) memcpy(out, rounded, D);
-  else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded[d];
+    return (int8_t)(int32_t)v;
+  };
+  if (stride == 1) for (int64_t d = 0; d < D; d++) out[d] = rounded(d);
+  else for (int64_t d = 0; d < D; d++) out[d * stride] = rounded(d);
 }
 
 // The nearest levels, or their indices: how many midpoints between levels lie below a value.

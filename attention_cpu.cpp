@@ -42,6 +42,7 @@ const Kernels& kernels(int64_t most, int64_t D) {
 }
 
 template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
+  if (n <= grain) return work(0, n);
   auto call = [](int64_t first, int64_t last, void* work) { (*(const Work*)work)(first, last); };
   torch_parallel_for(0, n, grain, call, (void*)&work);
 }
@@ -150,27 +151,23 @@ struct Attending {
 
 // Before attention: new tokens into the cache and queries into its basis, each if there are any.
 void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
-  int64_t vectors = 0, heads = attending && attending->rotated ? attending->B * attending->a.H : 0, cost = 1;
-  if (writing) {
-    const Store& k = writing->both[0];
-    vectors = writing->B * k.T * k.H;
-    cost = k.D;
-  }
-  bool bases = heads || (writing && (writing->both[0].basis || writing->both[1].basis));
+  const Store* both = writing ? writing->both : nullptr;
+  bool rotates = attending && attending->rotated;
+  int64_t vectors = writing ? writing->B * both->T * both->H : 0, heads = rotates ? attending->B * attending->a.H : 0;
   auto work = [&](int64_t first, int64_t last) {  // K's vectors, V's, then the heads of the queries
     auto part = [&](int64_t from, int64_t size, auto call) {
       int64_t lo = std::max(first - from, (int64_t)0), hi = std::min(last - from, size);
       if (lo < hi) call(lo, hi);
     };
     for (int64_t i = 0; i < 2; i++)
-      part(i * vectors, vectors, [&](int64_t lo, int64_t hi) { run.store(writing->both[i], lo, hi); });
+      part(i * vectors, vectors, [&](int64_t lo, int64_t hi) { run.store(both[i], lo, hi); });
     part(2 * vectors, heads,
          [&](int64_t lo, int64_t hi) { run.rotate(attending->a, lo, hi, attending->rotated.get()); });
   };
-  int64_t n = 2 * vectors + heads;
-  int64_t grain = bases ? 1 : 16384 / cost + 1;  // reading a basis takes longer than waking a thread
-  n <= grain ? work(0, n) : in_parallel(n, grain, work);
-  if (!heads) return;
+  // Reading a basis takes longer than waking a thread.
+  bool bases = rotates || (writing && (both[0].basis || both[1].basis));
+  in_parallel(2 * vectors + heads, bases ? 1 : 16384 / (writing ? both->D : 1) + 1, work);
+  if (!rotates) return;
   Attention& a = attending->a;
   int64_t row = 4 * a.D;
   a.q = {(char*)attending->rotated.get(), a.H * a.G * a.T * row, a.T * row, row, 4};

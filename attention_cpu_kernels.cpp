@@ -112,9 +112,10 @@ OUTLINE void scores(Tile& t, const float* q, int64_t D, void* out) {
   }
 }
 
-// The softmax step of NQ queries over a tile of n scores; query j sees seen[j] of them, and none if that is not positive.
+// The softmax step of NQ queries over a tile; query j sees seen[j] of its n scores, none if that is not positive.
 template <int NQ, bool IntK, bool IntV>
-OUTLINE void softmax(Weights& w, int64_t n, const int64_t* seen, const float* mul, const Tile& t, float* top, float* all) {
+OUTLINE void softmax(const Tile& t, const int64_t* seen, const float* mul, Weights& w, float* top, float* all) {
+  const int64_t n = t.n;
   F most[NQ], sum[NQ], top_weight[NQ], lanes;
   float tile_top[NQ];
   int64_t all_see = seen[0];  // the first query sees the fewest
@@ -217,7 +218,7 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
                     : int_v ? softmax<NQ, false, true> : softmax<NQ, false, false>;
   int64_t seen[NQ];
   for (int i = 0; i < NQ; i++) seen[i] = seen_by_first + (j + i) / a.G;
-  step(w, t.n, seen, mul, t, top, total);
+  step(t, seen, mul, w, top, total);
   with_kind(a.v_kind, [&](auto kind) {
     typedef decltype(kind) V;
     if constexpr (V::kMeetsPacked)

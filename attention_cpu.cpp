@@ -186,7 +186,7 @@ struct Parts {
   }
 };
 
-struct Item { int64_t b, h, part, parts, first, last; };  // part of parts of the slots: first .. last-1
+struct Item { Slots slots; int64_t part, parts; };
 
 void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   std::vector<Item> items;
@@ -197,7 +197,7 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
     slots += filled;
     for (int64_t h = 0; h < a.H; h++)
       for (int64_t i = 0; i < parts.count; i++)
-        items.push_back({b, h, i, parts.count, i * parts.slots, std::min((i + 1) * parts.slots, filled)});
+        items.push_back({{b, h, i * parts.slots, std::min((i + 1) * parts.slots, filled)}, i, parts.count});
   }
   int64_t n = items.size(), floats = a.part_floats();
   std::unique_ptr<float[]> state(new float[n * floats]);
@@ -206,11 +206,11 @@ void attend_items(const Attention& a, const Kernels& run, int64_t B) {
   auto work = [&](int64_t, int64_t) {
     for (int64_t i = next++, soon; i < n; i = soon) {
       soon = next++;
-      const Item &item = items[i], &then = soon < n ? items[soon] : item;
-      run.attend(a, item.b, item.h, item.first, item.last, state.get() + i * floats,
-                 a.k.at(then.b, then.h, then.first), a.v.at(then.b, then.h, then.first));
-      if (done[item.b * a.H + item.h].fetch_add(1) + 1 == item.parts)  // the last part combines them all
-        run.combine(a, item.b, item.h, item.parts, state.get() + (i - item.part) * floats);
+      const Item& item = items[i];
+      const int64_t b = item.slots.b, h = item.slots.h;
+      run.attend(a, item.slots, items[soon < n ? soon : i].slots, state.get() + i * floats);
+      if (done[b * a.H + h].fetch_add(1) + 1 == item.parts)  // the last part combines them all
+        run.combine(a, b, h, item.parts, state.get() + (i - item.part) * floats);
     }
   };
   uint32_t threads = 1;

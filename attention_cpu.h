@@ -27,6 +27,8 @@ struct Attention {
   int64_t part_floats() const { return queries() * (2 * D + 3); }
 };
 
+struct Slots { int64_t b, h, first, last; };  // first .. last-1 of a head
+
 struct Store {  // new tokens x [B, H, T, D] into their slots
   View x, values, scales;
   Kind x_kind, kind;
@@ -39,8 +41,7 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
 
 struct Kernels {
   void (*rotate)(const Attention&, int64_t first, int64_t last, float* out);  // heads, b * H + h
-  void (*attend)(const Attention&, int64_t b, int64_t h, int64_t first, int64_t last, float* part,
-                 const char* k_soon, const char* v_soon);  // rows to be attended to next
+  void (*attend)(const Attention&, const Slots& now, const Slots& soon, float* part);
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
   void (*store)(const Store&, int64_t first, int64_t last);  // vectors, (b * T + t) * H + h
 };

@@ -19,7 +19,9 @@
 namespace {
 
 inline void load_row(const char* p, int64_t stride, Kind kind, int64_t D, float* out) {
-  if (kind == kFloat32) {
+  if (kind == kFloat32 && stride == 4) {
+    memcpy(out, p, 4 * D);
+  } else if (kind == kFloat32) {
     for (int64_t d = 0; d < D; d++) out[d] = load<float>(p + d * stride);
   } else if (stride == 2) {
     for (int64_t d = 0; d < D; d++) out[d] = from_bfloat16(((const uint16_t*)p)[d]);
@@ -186,9 +188,12 @@ OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
 
 constexpr int64_t kTogether = 4;  // outputs or queries that are turned at a time
 
-void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
+// Scales of n slots; those of the tile that comes next are asked for.
+void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, const Slots& soon, float* out) {
   if (!scales.data) return;
-  const char* p = scales.at(b, h, first);
+  const char *p = scales.at(b, h, first), *next = scales.at(soon.b, soon.h, soon.first);
+  if (scales.s == 2)
+    for (int64_t i = 0; i < 2 * kTile; i += 64) __builtin_prefetch(next + i, 0, 2);
   int64_t s = 0;
   if (scales.s == 2)
     for (; s + W <= n; s += W) save(out + s, load_bfloat16(p + 2 * s));
@@ -264,8 +269,8 @@ void rotate(const Attention& a, int64_t first, int64_t last, float* out) {
   }
 }
 
-void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t last, float* part, const char* k_soon,
-            const char* v_soon) {
+void attend(const Attention& a, const Slots& now, const Slots& then, float* part) {
+  const auto [b, h, first, last] = now;
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
   with_kind(a.k_kind, [&](auto kind) {
@@ -288,14 +293,13 @@ void attend(const Attention& a, int64_t b, int64_t h, int64_t first, int64_t las
     t.n = last - s < kTile ? last - s : kTile;
     t.k = unpack_k ? k_rows : a.k.at(b, h, s);
     t.v = unpack_v ? v_rows : a.v.at(b, h, s);
-    bool more = s + t.n < last;
-    const char* v_next = more ? a.v.at(b, h, s + t.n) : v_soon;
-    t.k_soon = {more ? a.k.at(b, h, s + t.n) : k_soon, a.k.s * 64 / v_bytes};
-    t.v_soon = {unpack_v ? v_next : t.v, a.v.s * 64 / k_bytes};
+    Slots soon = s + t.n < last ? Slots{b, h, s + t.n, last} : then;
+    t.k_soon = {a.k.at(soon.b, soon.h, soon.first), a.k.s * 64 / v_bytes};
+    t.v_soon = {unpack_v ? a.v.at(soon.b, soon.h, soon.first) : t.v, a.v.s * 64 / k_bytes};
     if (unpack_k) unpack_rows(a.k.at(b, h, s), a.k.s, t.n, a.k_strong, a.D, k_rows);
     if (unpack_v) unpack_rows(a.v.at(b, h, s), a.v.s, t.n, a.v_strong, a.D, v_rows);
-    load_scales(a.k_scales, b, h, s, t.n, t.k_scales);
-    load_scales(a.v_scales, b, h, s, t.n, t.v_scales);
+    load_scales(a.k_scales, b, h, s, t.n, soon, t.k_scales);
+    load_scales(a.v_scales, b, h, s, t.n, soon, t.v_scales);
     int64_t seen = a.start[b] + 1 - s;
     for (int64_t i = 0; i < blocks; i++) {  // blocks of nearly equal size
       int64_t j = i * N / blocks, size = (i + 1) * N / blocks - j;

@@ -3,10 +3,12 @@
     python bench_speed.py --checkpoint_path checkpoints/NAME/model.pth --quantization int4wo-64 \\
         --kv_cache_quantization --cache_size 8192 --compile
     python bench_speed.py ... --peers .venv-peers/bin/python --gguf MODEL.gguf     (./benchmarks.sh peers)
+    python bench_speed.py ... --in_turn --caches 16,int8,int4 --rounds 20
 
 The cache is filled by real prefills, from one depth to the next.  With --peers every system runs in a process
 of its own, turn by turn, and a Markdown table of medians and ratios comes out: only ratios taken like this
-mean anything on a machine that is shared.
+mean anything on a machine that is shared.  Our own caches are closer to each other than a machine is to itself
+some minutes later: --in_turn holds them side by side in one process, filled with random contents.
 """
 import argparse
 import json
@@ -39,7 +41,9 @@ def make_parser() -> Parser:
     group.add_argument("--peers", metavar="PYTHON",
                        help="a Python that has llama-cpp-python and transformers")
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
-    group.add_argument("--caches", default="int8,16,int4", help="ours to compare (default %(default)s)")
+    group.add_argument("--in_turn", action="store_true", help="our own --caches in one process, by turns")
+    group.add_argument("--caches", default="int8,16,int4",
+                       help="ours to compare, with --in_turn also with other slots, as int8@16384 (default %(default)s)")
     group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")
     return parser
 
@@ -59,7 +63,7 @@ def measure(engine: Engine, depths: list[int], steps: int) -> Iterator[dict]:
 def build(args: argparse.Namespace, cache_size: int) -> Engine:
     """The engine that the flags describe, ready to run."""
     device = pick_device(args)
-    config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
+    config = ModelConfig.from_json(args.random_weights or args.checkpoint_path.with_name("config.json"))
     model, cache_class, notes = backends.load_model(args, config, device)
     print(notes, end="", file=sys.stderr)
     return Engine(model, cache_spec(args), cache_size, args.causal_mask, prefill_chunk=args.prefill_chunk,
@@ -78,6 +82,33 @@ def run_here(args: argparse.Namespace) -> None:
     for row in measure(engine, depths, args.steps):
         kv = args.kv_cache_quantization or "16"
         print(json.dumps({"system": "gpt-long", "kv": kv, **row, "compile_s": compile_s}), flush=True)
+
+
+def in_turn(args: argparse.Namespace) -> str:
+    """Decode speeds of our caches by turns; Markdown.  Medians, and those of a turn's ratios to the first."""
+    depths = [int(depth) for depth in args.depths.split(",")]
+    engines, lines = {}, {}
+    for name in args.caches.split(","):
+        kind, _, slots = name.partition("@")
+        flags = vars(args) | {"kv_cache_quantization": None if kind == "16" else kind}
+        slots = int(slots or args.cache_size or depths[-1] + args.steps)
+        engines[name] = build(argparse.Namespace(**flags), slots)
+        engines[name].warm_up()
+        lines[name] = f"| {name} |"
+    for depth in depths:
+        speeds = {name: [] for name in engines}
+        for engine in engines.values():
+            engine.assume_filled(depth)
+        for _ in range(args.rounds):
+            for name, engine in engines.items():
+                list(engine.generate([5], args.steps + 1, start=depth - 1))
+                speeds[name].append(engine.timing.decode_steps / engine.timing.decode_s)
+        first = next(iter(speeds.values()))
+        for name, mine in speeds.items():
+            ratio = statistics.median(a / b for a, b in zip(mine, first, strict=True))
+            lines[name] += f" {statistics.median(mine):.1f} ({ratio:.2f}) |"
+    head = ["| decode tokens/s |" + "".join(f" depth {d} |" for d in depths), "|---|" + "---:|" * len(depths)]
+    return "\n".join([*head, *lines.values(), "", f"On {report.processor()}; medians of {args.rounds} turns."])
 
 
 def rows_of(command: list[str]) -> list[dict]:
@@ -136,10 +167,12 @@ def main() -> None:
     args = make_parser().parse_args()
     try:
         check_model_flags(args)
-        if args.random_weights:
+        if args.random_weights and args.peers:
             raise ValueError("peers have no --random_weights; give --checkpoint_path MODEL.pth")
         if args.peers:
             print(compare(args))
+        elif args.in_turn:
+            print(in_turn(args))
         else:
             run_here(args)
     except ValueError as e:

@@ -6,7 +6,7 @@ import torch
 from conftest import tiny_model
 
 import accuracy_plot
-from bench_speed import measure, table
+from bench_speed import in_turn, make_parser, measure, table
 from inference import Engine
 from kv_cache import CacheSpec
 
@@ -31,6 +31,15 @@ def test_depths_are_reached_by_prefill_and_decode_starts_there():
     found = list(measure(engine, [8, 30], 4))
     assert [(r["depth"], r["fed"]) for r in found] == [(8, 8), (30, 22)]
     assert engine.timing.depth == 30 and engine.timing.decode_steps == 4
+
+
+def test_our_caches_take_turns_in_one_process(tiny_checkpoint):
+    flags = ["--checkpoint_path", str(tiny_checkpoint), "--caches", "16,int8,int8@40", "--depths", "4,20",
+             "--steps", "3", "--rounds", "2"]
+    lines = in_turn(make_parser().parse_args(flags)).splitlines()
+    assert lines[0] == "| decode tokens/s | depth 4 | depth 20 |" and len(lines) == 7
+    assert lines[2].startswith("| 16 |") and lines[2].count("(1.00)") == 2
+    assert lines[4].startswith("| int8@40 |") and lines[4].count("(") == 2
 
 
 def test_bits_follow_from_bytes_and_each_system_has_its_own_baseline(tmp_path):

@@ -4,6 +4,7 @@ import torch
 from conftest import tiny_config, tiny_model
 from torch._dynamo.utils import counters
 
+from backends import fastest_cache
 from inference import Engine, check_limits, greedy, make_sampler
 from kv_cache import CacheSpec
 
@@ -22,6 +23,15 @@ def test_compiled_tokens_are_the_eager_ones(mask):
     engine = Engine(model, INT8, 64, mask, compile=True, compile_prefill=True, prefill_chunk=16)
     assert engine.warm_up() > 0
     assert tokens(engine) == eager and tokens(engine) == eager
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_compiled_from_nothing_with_the_fastest_cache(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a warm cache would hide what does not compile
+    model, options = tiny_model(), dict(cache_class=fastest_cache(torch.device("cpu"))[0], calibrated=False)
+    spec = CacheSpec.parse(kind, dtype=torch.float32)
+    eager = tokens(Engine(model, spec, 64, **options))
+    assert tokens(Engine(model, spec, 64, compile=True, **options)) == eager
 
 
 def test_two_compiled_engines_do_not_share_graphs():

@@ -7,8 +7,8 @@
 
 The cache is filled by real prefills, from one depth to the next.  With --peers every system runs in a process
 of its own, turn by turn, and a Markdown table of medians and ratios comes out: only ratios taken like this
-mean anything on a machine that is shared.  Our own caches are closer to each other than a machine is to itself
-some minutes later: --in_turn holds them side by side in one process, filled with random contents.
+mean anything on a machine that is shared.  Our own caches are closer to each other than a machine is to
+itself some minutes later: --in_turn holds them side by side in one process, filled with random contents.
 """
 import argparse
 import json
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     group.add_argument("--in_turn", action="store_true", help="our own --caches in one process, by turns")
     group.add_argument("--caches", default="int8,16,int4",
-                       help="ours to compare, with --in_turn also with other slots, as int8@16384 (default %(default)s)")
+                       help="ours to compare (default %(default)s); --in_turn takes int8@16384: so many slots")
     group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")
     return parser
 
@@ -85,7 +85,7 @@ def run_here(args: argparse.Namespace) -> None:
 
 
 def in_turn(args: argparse.Namespace) -> str:
-    """Decode speeds of our caches by turns; Markdown.  Medians, and those of a turn's ratios to the first."""
+    """Decode speeds of our caches by turns; Markdown: medians, and those of a turn's ratios to the first."""
     depths = [int(depth) for depth in args.depths.split(",")]
     engines, lines = {}, {}
     for name in args.caches.split(","):
@@ -107,8 +107,10 @@ def in_turn(args: argparse.Namespace) -> str:
         for name, mine in speeds.items():
             ratio = statistics.median(a / b for a, b in zip(mine, first, strict=True))
             lines[name] += f" {statistics.median(mine):.1f} ({ratio:.2f}) |"
-    head = ["| decode tokens/s |" + "".join(f" depth {d} |" for d in depths), "|---|" + "---:|" * len(depths)]
-    return "\n".join([*head, *lines.values(), "", f"On {report.processor()}; medians of {args.rounds} turns."])
+    head = ["| decode tokens/s |" + "".join(f" depth {d} |" for d in depths)]
+    head.append("|---|" + "---:|" * len(depths))
+    note = f"On {report.processor()}; medians of {args.rounds} turns."
+    return "\n".join([*head, *lines.values(), "", note])
 
 
 def rows_of(command: list[str]) -> list[dict]:

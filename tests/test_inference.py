@@ -27,9 +27,9 @@ def test_compiled_tokens_are_the_eager_ones(mask):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_compiled_from_nothing_with_the_fastest_cache(kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a warm cache would hide what does not compile
-    model, options = tiny_model(), dict(cache_class=fastest_cache(torch.device("cpu"))[0], calibrated=False)
-    spec = CacheSpec.parse(kind, dtype=torch.float32)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a warm cache hides what does not compile
+    model, spec = tiny_model(), CacheSpec.parse(kind, dtype=torch.float32)
+    options = {"cache_class": fastest_cache(torch.device("cpu"))[0], "calibrated": False}
     eager = tokens(Engine(model, spec, 64, **options))
     assert tokens(Engine(model, spec, 64, compile=True, **options)) == eager
 

@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     group.add_argument("--in_turn", action="store_true", help="our own --caches in one process, by turns")
     group.add_argument("--caches", default="int8,16,int4",
-                       help="ours to compare (default %(default)s); --in_turn takes int8@16384: so many slots")
+                       help="ours to compare (default %(default)s); --in_turn: int8@16384 has so many slots")
     group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")
     return parser
 

@@ -80,8 +80,8 @@ class CpuKVCache(KVCache):
                 and x.dtype in stored[2:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
     @property
-    def _cache(self) -> tuple[Tensor | int | None, ...]:
-        """What the operators want besides their inputs."""
+    def operands(self) -> tuple[Tensor | int | None, ...]:
+        """What the operators want besides start and their inputs."""
         return (self.k_values, self.k_scales, self.v_values, self.v_scales, self.k_bases, self.v_bases,
                 self.level)
 
@@ -92,16 +92,16 @@ class CpuKVCache(KVCache):
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not self._serves(k):
             return super().write(start, k, v)
-        torch.ops.gpt_long_cpu.write(start, k, v, *self._cache)
+        torch.ops.gpt_long_cpu.write(start, k, v, *self.operands)
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         if not self._serves_attend(q):
             return super().attend(q, start)
-        return torch.ops.gpt_long_cpu.attend(start, q, *self._cache)
+        return torch.ops.gpt_long_cpu.attend(start, q, *self.operands)
 
     def write_and_attend(self, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`write`, then `attend`: one operator costs less than two."""
         if not self._serves_attend(q):
             self.write(start, k, v)
             return self.attend(q, start)
-        return torch.ops.gpt_long_cpu.write_and_attend(start, q, k, v, *self._cache)
+        return torch.ops.gpt_long_cpu.write_and_attend(start, q, k, v, *self.operands)

@@ -68,9 +68,11 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
     q = torch.randn(1, shape.n_kv_heads * shape.group, 1, shape.head_dim, dtype=torch.bfloat16)
     start = torch.tensor([depth - 1])
     attend = torch.ops.gpt_long_cpu.attend.default
-    stored = (quantized.k_values, quantized.k_scales, quantized.v_values, quantized.v_scales)
+    eight, sixteen = quantized.operands, whole.operands
+    stored = eight[:4]  # K's values and scales, V's
     packed = CpuKVCache(CacheSpec.parse("int4"), 1, shape.n_kv_heads, depth, shape.head_dim)
     packed.write(torch.tensor([0]), *torch.randn(2, 1, shape.n_kv_heads, depth, shape.head_dim))
+    four = packed.operands
 
     def dequantized() -> Tensor:
         k, k_scales, v, v_scales = stored
@@ -80,10 +82,10 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
         return sum(x.view(torch.int64 if x.dtype == torch.int8 else torch.int16).sum() for x in stored)
 
     return {
-        "C++ int8": lambda: attend(q, start, *stored, None, None),
-        "C++ int8, portable": lambda: attend(q, start, *stored, None, None, 0),
-        "C++ int4": lambda: packed.attend(q, start),
-        "C++ bf16": lambda: attend(q, start, whole.k_values, None, whole.v_values, None, None, None),
+        "C++ int8": lambda: attend(start, q, *eight),
+        "C++ int8, portable": lambda: attend(start, q, *stored, None, None, 0),
+        "C++ int4": lambda: attend(start, q, *four),
+        "C++ bf16": lambda: attend(start, q, *sixteen),
         "plain PyTorch int8": lambda: plain.attend(q, start),
         "SDPA bf16": lambda: sdpa(q, whole.k_values, whole.v_values),
         "dequantize, SDPA": dequantized,

@@ -6,7 +6,10 @@ import torch
 from conftest import tiny_model
 
 import accuracy_plot
+import attention_cpu
+import bench_attention
 from bench_speed import in_turn, make_parser, measure, table
+from cpu_extension import find_compiler
 from inference import Engine
 from kv_cache import CacheSpec
 
@@ -40,6 +43,14 @@ def test_our_caches_take_turns_in_one_process(tiny_checkpoint):
     assert lines[0] == "| decode tokens/s | depth 4 | depth 20 |" and len(lines) == 7
     assert lines[2].startswith("| 16 |") and lines[2].count("(1.00)") == 2
     assert lines[4].startswith("| int8@40 |") and lines[4].count("(") == 2
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_every_way_of_attention_runs():
+    assert attention_cpu.load() == ""
+    shape = bench_attention.Shape(2, 2, 32)
+    text = bench_attention.table({20: bench_attention.measure(shape, 20, 0)}, shape)
+    assert "C++ int4" in text and text.splitlines()[2].startswith("| 20 |")
 
 
 def test_bits_follow_from_bytes_and_each_system_has_its_own_baseline(tmp_path):

@@ -122,7 +122,9 @@ struct Writing {  // K and V of new tokens
   Store both[2];
   int64_t B;
   Writing(const Tensor& start, const Tensor& k, const Tensor& v, const Cache& cache)
-      : both{store_of(start, k, cache.k), store_of(start, v, cache.v)}, B(k.size(0)) {}
+      : both{store_of(start, k, cache.k), store_of(start, v, cache.v)}, B(k.size(0)) {
+    TORCH_CHECK(k.sizes() == v.sizes(), "attention_cpu: K of shape ", k.sizes(), ", V of ", v.sizes());
+  }
 };
 
 struct Attending {
@@ -153,20 +155,21 @@ struct Attending {
 void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
   const Store* both = writing ? writing->both : nullptr;
   bool rotates = attending && attending->rotated;
-  int64_t vectors = writing ? writing->B * both->T * both->H : 0, heads = rotates ? attending->B * attending->a.H : 0;
-  auto work = [&](int64_t first, int64_t last) {  // K's vectors, V's, then the heads of the queries
+  int64_t vectors = writing ? writing->B * both->T * both->H : 0;
+  int64_t groups = rotates ? attending->B * attending->a.H * attending->a.T : 0;
+  auto work = [&](int64_t first, int64_t last) {  // K's vectors, V's, then the queries
     auto part = [&](int64_t from, int64_t size, auto call) {
       int64_t lo = std::max(first - from, (int64_t)0), hi = std::min(last - from, size);
       if (lo < hi) call(lo, hi);
     };
     for (int64_t i = 0; i < 2; i++)
       part(i * vectors, vectors, [&](int64_t lo, int64_t hi) { run.store(both[i], lo, hi); });
-    part(2 * vectors, heads,
+    part(2 * vectors, groups,
          [&](int64_t lo, int64_t hi) { run.rotate(attending->a, lo, hi, attending->rotated.get()); });
   };
   // Reading a basis takes longer than waking a thread.
   bool bases = rotates || (writing && (both[0].basis || both[1].basis));
-  in_parallel(2 * vectors + heads, bases ? 1 : 16384 / (writing ? both->D : 1) + 1, work);
+  in_parallel(2 * vectors + groups, bases ? 1 : 16384 / (writing ? both->D : 1) + 1, work);
   if (!rotates) return;
   Attention& a = attending->a;
   int64_t row = 4 * a.D;
@@ -254,6 +257,7 @@ Tensor attend_op(const Tensor& start, const Tensor& q, const Tensor& k_values, M
 Tensor both_op(const Tensor& start, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_values,
                MaybeTensor k_scales, const Tensor& v_values, MaybeTensor v_scales, MaybeTensor k_bases,
                MaybeTensor v_bases, int64_t level) {
+  TORCH_CHECK(q.size(2) == k.size(2) && q.size(3) == k.size(3), "attention_cpu: other tokens in q than in k");
   Cache cache = {{k_values, k_scales, k_bases}, {v_values, v_scales, v_bases}};
   Writing writing(start, k, v, cache);
   Attending attending(q, start, cache);

@@ -40,8 +40,8 @@ struct Store {  // new tokens x [B, H, T, D] into their slots
 };
 
 struct Kernels {
-  void (*rotate)(const Attention&, int64_t first, int64_t last, float* out);  // heads, b * H + h
-  void (*attend)(const Attention&, const Slots& now, const Slots& soon, float* part);
+  void (*rotate)(const Attention&, int64_t first, int64_t last, float* out);  // groups of G, (b * H + h) * T + t
+  void (*attend)(const Attention&, const Slots& now, const Slots& then, float* part);  // `then` is asked for early
   void (*combine)(const Attention&, int64_t b, int64_t h, int64_t parts, float* part);
   void (*store)(const Store&, int64_t first, int64_t last);  // vectors, (b * T + t) * H + h
 };

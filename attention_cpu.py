@@ -3,9 +3,9 @@
     load()       builds the extension once (about 15 s of compiler) and loads it; "" when it can be used, else
                  the reason in one line
     available()  whether it can be used
-    CpuKVCache   a KVCache whose write and attend are one C++ operator each; what the kernels do not serve
-                 (storage orders whose head_dim is not innermost, float16, mask tables) takes the
-                 plain path
+    CpuKVCache   a KVCache whose write and attend are one C++ operator each, and one both at once; what the
+                 kernels do not serve (storage orders whose head_dim is not innermost, float16, mask
+                 tables) takes the plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
 out with kv_cache.py, cpu_extension.py, attention_cpu*.cpp, attention_cpu*.h, cpu_vector.h and
@@ -34,7 +34,7 @@ def _units() -> tuple[Unit, ...]:
     return operators, _kernels("portable"), *(_kernels(*pair) for pair in X86_FLAGS.items() if X86)
 
 
-def _attend_fake(start: Tensor, q: Tensor, *cache: object) -> Tensor:
+def _attend_fake(start: Tensor, q: Tensor, *rest: object) -> Tensor:
     B, Hq, T, D = q.shape
     return q.new_empty(B, T, Hq, D).transpose(1, 2)
 

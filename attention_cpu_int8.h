@@ -221,7 +221,7 @@ template <int NQ> void values_int8(Tile& t, const Weights& w, int64_t D, float* 
 // bytes: first the low nibbles, then, kept in `mixed` by fours of slots, the high ones.  The first block's four bytes
 // count as low ones, and the row's first four take their place among the high ones.
 template <int NQ, bool High, bool First>
-OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, char* mixed, int32_t* sums, int64_t d) {
+OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, char* mixed, int32_t* sums, int64_t value) {
   WeightedSums<NQ> all;
   Fetch soon = t.k_soon;
   const __m512i levels = _mm512_broadcast_i32x4(load<__m128i>(kLevels));
@@ -256,10 +256,10 @@ OUTLINE void values_of_nibbles(Tile& t, const Weights& w, const char* rows, char
     for (int i = 0; i < 2; i++) {
       __m512i sum = (__m512i)all.sum(i, j);
       auto keep = [&](int64_t at, __m128i four) { save(sums + Int8::place(at), four); };
-      keep(High && First && i == 0 ? 0 : d + 8 * i, _mm512_castsi512_si128(sum));
-      keep(d + 8 * i + 16, _mm512_extracti32x4_epi32(sum, 1));
-      keep(d + 8 * i + 4, _mm512_extracti32x4_epi32(sum, 2));
-      keep(d + 8 * i + 20, _mm512_extracti32x4_epi32(sum, 3));
+      keep(High && First && i == 0 ? 0 : value + 8 * i, _mm512_castsi512_si128(sum));
+      keep(value + 8 * i + 16, _mm512_extracti32x4_epi32(sum, 1));
+      keep(value + 8 * i + 4, _mm512_extracti32x4_epi32(sum, 2));
+      keep(value + 8 * i + 20, _mm512_extracti32x4_epi32(sum, 3));
     }
 }
 template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, float* y) {

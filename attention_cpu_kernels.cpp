@@ -255,22 +255,24 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
   }
 }
 
-// The queries of heads first .. last-1 times q_in, the matrix of their head: out [B, Hq, T, D].
+// Groups of queries times q_in, the matrix of their head: out [B, Hq, T, D].
 void rotate(const Attention& a, int64_t first, int64_t last, float* out) {
-  float rows[kTogether * kMaxPackedHeadDim];
+  float rows[kTogether * kMaxPackedHeadDim], turned[kTogether * kMaxPackedHeadDim];
   for (int64_t i = first; i < last; i++) {
-    int64_t b = i / a.H, h = i % a.H, N = a.queries();
-    for (int64_t j = 0, n; j < N; j += n) {
-      n = N - j < kTogether ? N - j : kTogether;
+    int64_t t = i % a.T, h = i / a.T % a.H, b = i / a.T / a.H;
+    for (int64_t g = 0, n; g < a.G; g += n) {
+      n = a.G - g < kTogether ? a.G - g : kTogether;
+      const int64_t head = h * a.G + g;
+      for (int64_t r = 0; r < n; r++) load_row(a.q.at(b, head + r, t), a.q.d, a.q_kind, a.D, rows + r * a.D);
+      times_matrix(rows, n, a.q_in + h * a.D * a.D, a.D, turned);
       for (int64_t r = 0; r < n; r++)
-        load_row(a.q.at(b, h * a.G + (j + r) / a.T, (j + r) % a.T), a.q.d, a.q_kind, a.D, rows + r * a.D);
-      times_matrix(rows, n, a.q_in + h * a.D * a.D, a.D, out + (i * N + j) * a.D);
+        memcpy(out + ((b * a.H * a.G + head + r) * a.T + t) * a.D, turned + r * a.D, a.D * sizeof(float));
     }
   }
 }
 
 void attend(const Attention& a, const Slots& now, const Slots& then, float* part) {
-  const auto [b, h, first, last] = now;
+  const int64_t b = now.b, h = now.h, first = now.first, last = now.last;
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
   with_kind(a.k_kind, [&](auto kind) {
@@ -354,31 +356,33 @@ void combine(const Attention& a, int64_t b, int64_t h, int64_t parts, float* par
   }
 }
 
-// The quantizer of kv_cache.py, bit for bit.
+// The quantizer of kv_cache.py: int8 bit for bit, 4 bits but for the order of sums.
 void store(const Store& a, int64_t first, int64_t last) {
   float row[kMaxHeadDim], own[kMaxHeadDim];
   for (int64_t i = first; i < last; i++) {
     int64_t h = i % a.H, t = i / a.H % a.T, b = i / a.H / a.T, slot = a.start[b] + t;
-    char* out = a.values.at(b, h, slot);
+    if (a.one_scale && h > 0) continue;  // the first head does the work of all
+    int64_t end = a.one_scale ? a.H : h + 1;
     float most = 0;
-    if (a.one_scale) {
-      for (int64_t other = 0; other < a.H; other++) {
-        load_row(a.x.at(b, other, t), a.x.d, a.x_kind, a.D, row);
-        float m = largest_magnitude(row, a.D);
-        most = most > m ? most : m;
-      }
+    for (int64_t other = 0; a.one_scale && other < a.H; other++) {
+      load_row(a.x.at(b, other, t), a.x.d, a.x_kind, a.D, row);
+      float m = largest_magnitude(row, a.D);
+      most = most > m ? most : m;
     }
-    load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
-    if (a.strong >= 0) {
-      times_matrix(row, 1, a.basis + h * a.D * a.D, a.D, own);
-      save(a.scales.at(b, h, slot), store_packed(own, a.strong, a.D, a.values.d, out));
-    } else if (a.kind != kInt8) {
-      convert_row(row, a.kind, a.values.d, a.D, out);
-    } else {
-      if (!a.one_scale) most = largest_magnitude(row, a.D);
-      uint16_t scale = to_bfloat16(most / 127 > 1e-8f ? most / 127 : 1e-8f);
-      if (h == 0 || !a.one_scale) save(a.scales.at(b, h, slot), scale);
-      store_int8(row, from_bfloat16(scale), a.values.d, a.D, out);
+    for (; h < end; h++) {
+      char* out = a.values.at(b, h, slot);
+      load_row(a.x.at(b, h, t), a.x.d, a.x_kind, a.D, row);
+      if (a.strong >= 0) {
+        times_matrix(row, 1, a.basis + h * a.D * a.D, a.D, own);
+        save(a.scales.at(b, h, slot), store_packed(own, a.strong, a.D, a.values.d, out));
+      } else if (a.kind != kInt8) {
+        convert_row(row, a.kind, a.values.d, a.D, out);
+      } else {
+        if (!a.one_scale) most = largest_magnitude(row, a.D);
+        uint16_t scale = to_bfloat16(most / 127 > 1e-8f ? most / 127 : 1e-8f);
+        save(a.scales.at(b, h, slot), scale);
+        store_int8(row, from_bfloat16(scale), a.values.d, a.D, out);
+      }
     }
   }
 }

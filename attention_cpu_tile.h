@@ -21,7 +21,7 @@ struct Fetch {
 struct Tile {  // n slots of one head
   const char *k, *v;
   int64_t k_stride, v_stride, n, k_strong, v_strong;  // strong: of packed rows, -1 of others
-  Fetch v_soon, k_soon;  // this tile's V, the next one's K
+  Fetch v_soon, k_soon;  // this tile's V (the next one's where it is unpacked first), the next one's K
   alignas(64) float k_scales[kTile], v_scales[kTile];  // zero past n
 };
 

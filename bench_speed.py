@@ -91,7 +91,9 @@ def in_turn(args: argparse.Namespace) -> str:
     for name in args.caches.split(","):
         kind, _, slots = name.partition("@")
         flags = vars(args) | {"kv_cache_quantization": None if kind == "16" else kind}
-        slots = int(slots or args.cache_size or depths[-1] + args.steps)
+        slots, need = int(slots or args.cache_size or depths[-1] + args.steps), depths[-1] + args.steps
+        if need > slots:
+            raise ValueError(f"--depths and --steps reach {need} > cache of {slots} slots of {name}")
         engines[name] = build(argparse.Namespace(**flags), slots)
         engines[name].warm_up()
         lines[name] = f"| {name} |"
@@ -109,7 +111,7 @@ def in_turn(args: argparse.Namespace) -> str:
             lines[name] += f" {statistics.median(mine):.1f} ({ratio:.2f}) |"
     head = ["| decode tokens/s |" + "".join(f" depth {d} |" for d in depths)]
     head.append("|---|" + "---:|" * len(depths))
-    note = f"On {report.processor()}; medians of {args.rounds} turns."
+    note = f"On {report.processor()}; medians of {args.rounds} turns, in brackets of the ratio to the first."
     return "\n".join([*head, *lines.values(), "", note])
 
 

@@ -92,9 +92,10 @@ accuracy() {
     local out=${ACCURACY_RESULTS:-benchmark_results/accuracy.jsonl} text=data/moby_dick.txt
     mkdir -p "$(dirname "$out")"
     local evaluate=("$PYTHON" evaluate.py perplexity --checkpoint_path "$model/model.pth" --text $text --json)
-    "${evaluate[@]}" --compare int8:d,int8:hd,8,16,k8v4,int4 | tail -1 >"$out"
-    "${evaluate[@]}" --compare int4 --kv_strong 8,0 | tail -1 | sed 's/"int4"/"int4 --kv_strong 8,0"/' >>"$out"
-    .venv-peers/bin/python peers/llama_cpp_quality.py "${ggufs[0]}" $text >>"$out"
+    "${evaluate[@]}" --compare int8:d,int8:hd,8,16,k8v4,int4 | tail -1 >"$out.part"
+    "${evaluate[@]}" --compare int4 --kv_strong 8,0 | tail -1 | sed 's/"int4"/"int4 --kv_strong 8,0"/' >>"$out.part"
+    .venv-peers/bin/python peers/llama_cpp_quality.py "${ggufs[0]}" $text >>"$out.part"
+    mv "$out.part" "$out"
     "$PYTHON" accuracy_plot.py "$out" --out docs/accuracy.png
 }
 

@@ -6,6 +6,7 @@
 
 Letters: B batch, T new tokens of a call, V vocabulary.
 """
+import functools
 import time
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -72,6 +73,19 @@ def _compiled(function: Callable, backend: str | Callable = "inductor", **option
     return torch.compile(own, backend=backend, fullgraph=True, dynamic=False, options=options)
 
 
+def _inductor_keeping(kept: list, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable:
+    """A backend of torch.compile: Inductor; a call puts its graph and inputs into `kept`."""
+    from torch._inductor.compile_fx import compile_fx  # takes a second to import
+    unchecked = {"size_asserts": False, "cpp.vec_isa_ok": True}  # the latter: no trial compilations, 6 s
+    compiled = compile_fx(graph, examples, config_patches=unchecked)
+
+    def call(*inputs: Tensor) -> tuple[Tensor]:
+        kept[:] = compiled, list(inputs)
+        return compiled(*inputs)
+
+    return call
+
+
 class _Groups:
     """Groups of layers, one after the other, by one compiled graph for fixed shapes.
 
@@ -81,34 +95,29 @@ class _Groups:
 
     def __init__(self, layers: nn.ModuleList, size: int) -> None:
         self.groups = [layers[i:i + size] for i in range(0, len(layers), size)]
+        self.attention, self.cache = layers[0].attention, layers[0].attention.cache
         self.calls: list[tuple[Callable, list, list[int]]] = []  # graph, inputs, which of them vary
-        self.run = _compiled(_run_layers, self._compile)
+        self.kept: list = []  # Dynamo holds on to the backend, which must not hold the model
+        self.run = _compiled(_run_layers, functools.partial(_inductor_keeping, self.kept))
 
-    def _compile(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable:
-        """Inductor; what its graph is called with is kept."""
-        from torch._inductor.compile_fx import compile_fx  # takes a second to import
-        unchecked = {"size_asserts": False, "cpp.vec_isa_ok": True}  # the latter: no trial compilations, 6 s
-        compiled = compile_fx(graph, examples, config_patches=unchecked)
-
-        def call(*inputs: Tensor) -> tuple[Tensor]:
-            self.last_call = compiled, list(inputs)
-            return compiled(*inputs)
-
-        return call
-
-    def _first(self, group: nn.ModuleList, *varying: Tensor) -> Tensor:
-        y = self.run(group, *varying)
-        graph, inputs = self.last_call
-        ids = [id(tensor) for tensor in inputs]
-        self.calls.append((graph, inputs, [ids.index(id(tensor)) for tensor in varying]))
-        return y
+    def _first(self, x: Tensor, *rest: Tensor) -> Tensor:
+        calls = []
+        for group in self.groups:
+            y = self.run(group, x, *rest)
+            graph, inputs = self.kept
+            self.kept.clear()
+            ids = [id(tensor) for tensor in inputs]
+            calls.append((graph, inputs, [ids.index(id(tensor)) for tensor in (x, *rest)]))
+            x = y
+        self.calls, self.shape = calls, x.shape
+        return x
 
     def __call__(self, x: Tensor, *rest: Tensor) -> Tensor:
         """x through all layers; rest: start, cos, sin."""
         if not self.calls:
-            for group in self.groups:
-                x = self._first(group, x, *rest)
-            return x
+            return self._first(x, *rest)
+        if self.attention.cache is not self.cache or x.shape != self.shape:
+            raise ValueError("a compiled decode step keeps its caches and its batch: make a new Engine")
         for graph, inputs, places in self.calls:
             for place, tensor in zip(places, (x, *rest), strict=True):
                 inputs[place] = tensor
@@ -170,7 +179,7 @@ class Engine:
 
     Compiled: one graph for decode (compile_decode); for prefill one for the chunk and one, dynamic, for what
     is left of a prompt (two more if that is under quantize.MANY_ROWS tokens, or one token).  Decode drops the
-    guards on modules: to change caches make a new engine.
+    guards on modules: for other caches make a new engine.
     """
     model: Transformer
     spec: CacheSpec

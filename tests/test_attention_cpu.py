@@ -185,7 +185,8 @@ class Layer(nn.Module):
         self.cache, self.together = cache, together
 
     def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        q, k, v = x.unflatten(-1, (-1, 32)).transpose(1, 2).split((4, 2, 2), dim=1)  # [B, heads, T, D]
+        x = x.unflatten(-1, (-1, self.cache.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+        q, k, v = x.split((4, 2, 2), dim=1)
         q = q * 1.5
         if self.together:
             return self.cache.write_and_attend(start, q, k, v).transpose(1, 2).flatten(2)
@@ -216,11 +217,12 @@ def test_compiled_is_eager_and_one_graph_serves_all_positions(together):
 @pytest.mark.parametrize("kind,axis,layout", [
     ("int8", "d", "bhsd"), ("int8", "hd", "sbhd"), ("int8", "d", "bhds"), ("16,8", "hd", "bshd"),
     ("8,16", "d", "bhsd"), ("int4", "d", "bhsd"), ("4,16", "d", "sbhd")])
-def test_write_and_attend_is_both_bit_for_bit(kind, axis, layout):
-    caches = [pair(CacheSpec.parse(kind, axis, layout), 2, 2, 400, 32)[0] for _ in range(2)]
+@pytest.mark.parametrize("D", (32, 64))
+def test_write_and_attend_is_both_bit_for_bit(kind, axis, layout, D):
+    caches = [pair(CacheSpec.parse(kind, axis, layout), 2, 2, 400, D)[0] for _ in range(2)]
     layers = [Layer(cache, together) for cache, together in zip(caches, (True, False), strict=True)]
     for tokens, start in ((300, [0, 0]), (1, [300, 17]), (40, [301, 18])):
-        x, start = torch.randn(2, tokens, 256, dtype=torch.bfloat16), torch.tensor(start)
+        x, start = torch.randn(2, tokens, 8 * D, dtype=torch.bfloat16), torch.tensor(start)
         ours, both = (layer(x, start) for layer in layers)
         assert torch.equal(ours, both) and ours.isfinite().all()
     assert_same_stored(*layers)
@@ -263,6 +265,28 @@ def test_four_bits_equal_the_plain_path(kind, strong, D, dtype, level):
     for T, start in ((1, [279, 100]), (5, [270, 33])):
         q, start = torch.randn(2, 6, T, D).to(dtype), torch.tensor(start)
         assert_near(fast.attend(q, start), KVCache.attend(plain, q.float(), start))
+
+
+@pytest.mark.parametrize("D", (64, 192, 256))
+@pytest.mark.parametrize("group", (1, 2, 5))
+def test_four_bits_of_any_width_and_group(D, group):
+    torch.manual_seed(D + group)
+    fast, plain = pair(CacheSpec.parse("int4"), 1, 2, 300, D)
+    position = fill((fast, plain), [266], 1)
+    for name in BUFFERS:
+        getattr(fast, name).copy_(getattr(plain, name))
+    for tokens in (1, 3):
+        q, start = torch.randn(1, 2 * group, tokens, D).bfloat16(), position + 1 - tokens
+        assert_near(fast.attend(q, start), KVCache.attend(plain, q.float(), start))
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    cache, _ = pair(CacheSpec(8, 8), 1, 2, 16, 32)
+    k = torch.zeros(1, 2, 3, 32)
+    for bad in (lambda: cache.write(torch.tensor([0]), k, k[:, :, :2]),
+                lambda: cache.write_and_attend(torch.tensor([0]), k[:, :, :2], k, k)):
+        with pytest.raises(RuntimeError, match="attention_cpu"):
+            bad()
 
 
 def test_caches_share_pages_and_no_storage():

@@ -1,4 +1,7 @@
 """Prefill, decode and sampling; compiled steps against eager ones."""
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import tiny_config, tiny_model
@@ -47,6 +50,18 @@ def test_decode_compiles_once_for_all_positions():
     engine = Engine(tiny_model(n_layers=6), INT8, 256, compile=True)
     assert len(tokens(engine, 200)) == 200
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_engine_goes_with_its_caches():
+    engine = Engine(tiny_model(), INT8, 64, compile=True)
+    tokens(engine)
+    cache = weakref.ref(engine.model.layers[1].attention.cache.k_values)
+    other = Engine(engine.model, INT8, 64)  # it has other caches
+    with pytest.raises(ValueError, match="make a new Engine"):
+        tokens(engine)
+    del engine
+    gc.collect()
+    assert cache() is None and len(tokens(other)) == 20
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])

@@ -280,6 +280,8 @@ void attend(const Attention& a, const Slots& now, const Slots& then, float* part
   });
   memset(part + N, 0, N * sizeof(float));
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
+  if (a.v_out && first == 0)  // `combine` will want it
+    for (int64_t i = 0; i < a.D * a.D; i += 32) __builtin_prefetch(a.v_out + h * a.D * a.D + i, 0, 2);
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];

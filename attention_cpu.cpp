@@ -179,12 +179,14 @@ void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
 
 constexpr int64_t kTokens = 16;  // of a call that are computed at a time
 
+constexpr int64_t kGrain = 256;  // slots; a part has a multiple of them
+
 // How the slots of a row are cut: by its length alone, so that the number of threads does not change results.
 struct Parts {
   int64_t slots, count;
   Parts(int64_t filled, int64_t T) {
-    int64_t most = T > 4 ? 4 : 16, tiles = (filled + kTile - 1) / kTile;
-    slots = (tiles + most - 1) / most * kTile;
+    int64_t most = T > 4 ? 4 : 16, grains = (filled + kGrain - 1) / kGrain;
+    slots = (grains + most - 1) / most * kGrain;
     count = (filled + slots - 1) / slots;
   }
 };

@@ -46,7 +46,7 @@ struct Kernels {
   void (*store)(const Store&, int64_t first, int64_t last);  // vectors, (b * T + t) * H + h
 };
 
-constexpr int64_t kTile = 256;       // slots whose scores are held at a time
+constexpr int64_t kTile = 512;       // slots whose scores are held at a time
 constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxPackedHeadDim = 256;
 

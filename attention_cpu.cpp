@@ -1,5 +1,6 @@
 // PyTorch operators around the kernels of attention_cpu_kernels.cpp: gpt_long_cpu::write, attend, and both at once.
 #include "attention_cpu.h"
+#include "cpu_operators.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +9,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own threads
 #include <torch/library.h>
 
 using at::Tensor;
@@ -16,7 +16,6 @@ typedef const std::optional<Tensor>& MaybeTensor;
 
 extern "C" const Kernels gpt_long_portable;
 #ifdef GPT_LONG_X86
-#include "cpu_features.h"
 extern "C" const Kernels gpt_long_avx2, gpt_long_avx512;
 #endif
 
@@ -39,12 +38,6 @@ const Kernels& kernels(int64_t most, int64_t D) {
   if (best >= 1) return gpt_long_avx2;
 #endif
   return gpt_long_portable;
-}
-
-template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
-  if (n <= grain) return work(0, n);
-  auto call = [](int64_t first, int64_t last, void* work) { (*(const Work*)work)(first, last); };
-  torch_parallel_for(0, n, grain, call, (void*)&work);
 }
 
 Kind kind_of(const Tensor& t) {
@@ -157,6 +150,8 @@ void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
   bool rotates = attending && attending->rotated;
   int64_t vectors = writing ? writing->B * both->T * both->H : 0;
   int64_t groups = rotates ? attending->B * attending->a.H * attending->a.T : 0;
+  int64_t n = 2 * vectors + groups;
+  if (n == 0) return;
   auto work = [&](int64_t first, int64_t last) {  // K's vectors, V's, then the queries
     auto part = [&](int64_t from, int64_t size, auto call) {
       int64_t lo = std::max(first - from, (int64_t)0), hi = std::min(last - from, size);
@@ -169,7 +164,7 @@ void prepare(const Kernels& run, const Writing* writing, Attending* attending) {
   };
   // Reading a basis takes longer than waking a thread.
   bool bases = rotates || (writing && (both[0].basis || both[1].basis));
-  in_parallel(2 * vectors + groups, bases ? 1 : 16384 / (writing ? both->D : 1) + 1, work);
+  in_parallel(n, bases ? 1 : 16384 / both->D + 1, work);
   if (!rotates) return;
   Attention& a = attending->a;
   int64_t row = 4 * a.D;

@@ -54,12 +54,13 @@ struct Float32 {
   static Sum add(Sum sum, Chunk k, Chunk q) { return sum + k.x * q.x + k.y * q.y; }
   static int64_t place(int64_t d) { return d; }
 };
-struct BFloat16 : Float32 {  // even values, then odd ones: one instruction each
+struct BFloat16 : Float32 {  // even values, then odd ones
   typedef uint16_t Stored;
   static constexpr int kRun = 1;
   static Chunk load_chunk(const char* row) {
-    I pairs = load<I>(row);
-    return {(F)(pairs << 16), (F)(pairs & (int32_t)0xffff0000)};
+    Chunk c;
+    load_bfloat16_pairs(row, c.x, c.y);
+    return c;
   }
   static int64_t place(int64_t d) { return d / kValues * kValues + d % 2 * W + d % kValues / 2; }
 };
@@ -185,8 +186,6 @@ OUTLINE void values_float(Tile& t, const Weights& w, int64_t D, float* y) {
   }
   t.k_soon = soon;
 }
-
-constexpr int64_t kTogether = 4;  // outputs or queries that are turned at a time
 
 // Scales of n slots; those of the tile that comes next are asked for.
 void load_scales(const View& scales, int64_t b, int64_t h, int64_t first, int64_t n, const Slots& soon, float* out) {

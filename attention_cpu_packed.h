@@ -63,11 +63,11 @@ INLINE void times_columns(const float* x, const uint16_t* matrix, int64_t D, flo
     for (int i = 0; i < kLoads; i++) even[r][i] = odd[r][i] = F{};
   for (int64_t d = 0; d < D; d++, matrix += D)
     for (int i = 0; i < kLoads; i++) {
-      I pairs = load<I>(matrix + 2 * W * i);
-      F low = (F)(pairs << 16), high = (F)(pairs & (int32_t)0xffff0000);
+      F first, second;
+      load_bfloat16_pairs(matrix + 2 * W * i, first, second);
       for (int r = 0; r < NX; r++) {
-        even[r][i] += low * x[r * D + d];
-        odd[r][i] += high * x[r * D + d];
+        even[r][i] += first * x[r * D + d];
+        odd[r][i] += second * x[r * D + d];
       }
     }
   for (int r = 0; r < NX; r++)
@@ -83,13 +83,11 @@ template <int NX> OUTLINE void times_matrix_rows(const float* x, const uint16_t*
   for (; e + 4 * W <= D; e += 4 * W) times_columns<NX, 2>(x, matrix + e, D, y + e);
   for (; e < D; e += 2 * W) times_columns<NX, 1>(x, matrix + e, D, y + e);
 }
+constexpr int64_t kTogether = 4;  // rows at most
 void times_matrix(const float* x, int64_t rows, const uint16_t* matrix, int64_t D, float* y) {
-  for (int64_t n; rows > 0; rows -= n, x += n * D, y += n * D) {
-    n = rows < 4 ? rows : 4;
-    auto run = n == 1 ? times_matrix_rows<1> : n == 2 ? times_matrix_rows<2> : n == 3 ? times_matrix_rows<3>
-                                                                            : times_matrix_rows<4>;
-    run(x, matrix, D, y);
-  }
+  auto run = rows == 1 ? times_matrix_rows<1> : rows == 2 ? times_matrix_rows<2> : rows == 3 ? times_matrix_rows<3>
+                                                                                : times_matrix_rows<kTogether>;
+  run(x, matrix, D, y);
 }
 
 void store_int8(const float* __restrict x, float scale, int64_t stride, int64_t D, char* __restrict out) {

@@ -83,7 +83,7 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
 
     return {
         "C++ int8": lambda: attend(start, q, *eight),
-        "C++ int8, portable": lambda: attend(start, q, *stored, None, None, 0),
+        "C++ int8, portable": lambda: attend(start, q, *eight[:-1], 0),
         "C++ int4": lambda: attend(start, q, *four),
         "C++ bf16": lambda: attend(start, q, *sixteen),
         "plain PyTorch int8": lambda: plain.attend(q, start),

@@ -70,14 +70,22 @@ def build(args: argparse.Namespace, cache_size: int) -> Engine:
                   cache_class=cache_class, compile=args.compile)
 
 
+def depths_of(args: argparse.Namespace) -> list[int]:
+    return [int(depth) for depth in args.depths.split(",")]
+
+
+def slots_for(need: int, given: int | None) -> int:
+    """Slots of a cache: `given`, or what is needed.  ValueError when those do not do."""
+    if given and need > given:
+        raise ValueError(f"--depths and --steps reach {need} > cache of {given} slots; "
+                         f"give --cache_size {need}")
+    return given or need
+
+
 def run_here(args: argparse.Namespace) -> None:
     """This project's speeds, one JSON line a depth."""
-    depths = [int(depth) for depth in args.depths.split(",")]
-    need = depths[-1] + args.steps + 1
-    if args.cache_size and need > args.cache_size:
-        raise ValueError(f"--depths and --steps reach {need} > cache of {args.cache_size} slots; "
-                         f"give --cache_size {need}")
-    engine = build(args, args.cache_size or need)
+    depths = depths_of(args)
+    engine = build(args, slots_for(depths[-1] + args.steps + 1, args.cache_size))
     compile_s = engine.warm_up()
     for row in measure(engine, depths, args.steps):
         kv = args.kv_cache_quantization or "16"
@@ -86,14 +94,11 @@ def run_here(args: argparse.Namespace) -> None:
 
 def in_turn(args: argparse.Namespace) -> str:
     """Decode speeds of our caches by turns; Markdown: medians, and those of a turn's ratios to the first."""
-    depths = [int(depth) for depth in args.depths.split(",")]
-    engines, lines = {}, {}
+    depths, engines, lines = depths_of(args), {}, {}
     for name in args.caches.split(","):
         kind, _, slots = name.partition("@")
         flags = vars(args) | {"kv_cache_quantization": None if kind == "16" else kind}
-        slots, need = int(slots or args.cache_size or depths[-1] + args.steps), depths[-1] + args.steps
-        if need > slots:
-            raise ValueError(f"--depths and --steps reach {need} > cache of {slots} slots of {name}")
+        slots = slots_for(depths[-1] + args.steps, int(slots) if slots else args.cache_size)
         engines[name] = build(argparse.Namespace(**flags), slots)
         engines[name].warm_up()
         lines[name] = f"| {name} |"
@@ -141,7 +146,7 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
 def compare(args: argparse.Namespace) -> str:
     """All systems, turn by turn; Markdown."""
     rows = [row for _ in range(args.rounds) for command in commands(args) for row in rows_of(command)]
-    return table(rows, [int(depth) for depth in args.depths.split(",")])
+    return table(rows, depths_of(args))
 
 
 def table(rows: list[dict], depths: list[int]) -> str:

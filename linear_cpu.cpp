@@ -1,12 +1,11 @@
 // PyTorch operators around the kernels of linear_cpu_kernels.cpp: gpt_long_cpu_linear::int4_mm and ::int8_mm.
 #include "linear_cpu.h"
-#include "cpu_features.h"
+#include "cpu_operators.h"
 
 #include <memory>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/stable/c/shim.h>  // torch_parallel_for: PyTorch's own thread pool, whatever it is built on
 #include <torch/library.h>
 
 using at::Tensor;
@@ -20,12 +19,6 @@ constexpr int64_t kSmall = 1 << 17;  // products; with fewer a parallel region c
 // Outputs of a panel that this processor's best kernels want.
 int64_t best_panel() {
   return has_avx512() ? 16 : 8;
-}
-
-template <class Work> void in_parallel(int64_t n, int64_t grain, const Work& work) {
-  if (n <= grain) return work(0, n);
-  auto call = [](int64_t first, int64_t last, void* work) { (*(const Work*)work)(first, last); };
-  torch_parallel_for(0, n, grain, call, (void*)&work);
 }
 
 Tensor run(const Tensor& x, Linear& a, int64_t panel) {

@@ -8,7 +8,7 @@
 Activations become 16-bit integers with a step per row and group of inputs, an error far below bfloat16's
 own; products and their sums over a group are exact.  Weights are kept in an order of their own: linear_cpu.h
 says which.  With AVX-512 VNNI or AVX2.  Copy it out with quantize.py, cpu_extension.py, linear_cpu.h,
-linear_cpu.cpp, linear_cpu_kernels.cpp, cpu_vector.h and cpu_features.h.
+linear_cpu.cpp, linear_cpu_kernels.cpp, cpu_vector.h and cpu_operators.h.
 """
 import functools
 
@@ -38,7 +38,7 @@ def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
     if not X86 or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return "the C++ linear layers need a processor with AVX2, so PyTorch's own are used"
-    headers = ("linear_cpu.h", "cpu_vector.h", "cpu_features.h")
+    headers = ("linear_cpu.h", "cpu_vector.h", "cpu_operators.h")
     if reason := build_and_load("linear_cpu", UNITS, headers):
         return f"{reason}, so linear layers take PyTorch's own kernels"
     torch.library.register_fake("gpt_long_cpu_linear::int4_mm", _int4_fake)

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
-X86_FLAGS = {"avx2": ("-mavx2", "-mfma"),
-             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma")}
+X86_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
+             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c")}
 PAGE = 2 << 20  # bytes of a large page
 X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -47,12 +47,17 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
+def _own_flags() -> list[str]:
+    """Flags from the environment's CXXFLAGS, as build tools take them (tests/sanitize.sh: AddressSanitizer)."""
+    return os.environ.get("CXXFLAGS", "").split()
+
+
 def _command(compiler: str, unit: Unit, out: Path) -> list[str]:
     """The compiler call that makes `unit` in the folder `out`."""
     own = Path(torch.__file__).parent / "include"
     headers = [f"-I{own}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     source = Path(__file__).resolve().parent / unit.source
-    return [compiler, *FLAGS, *unit.flags, *(headers if unit.torch else []), "-c", str(source),
+    return [compiler, *FLAGS, *unit.flags, *_own_flags(), *(headers if unit.torch else []), "-c", str(source),
             "-o", str(out / f"{unit.name}.o")]
 
 
@@ -73,7 +78,7 @@ def _build(compiler: str, units: Sequence[Unit], library: Path) -> None:
             raise ValueError(f"{compiler}: {first.strip()}")
         objects = [str(out / f"{unit.name}.o") for unit in units]
         torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-        link = [compiler, "-shared", *objects, *torch_libraries, "-o", str(out / library.name)]
+        link = [compiler, "-shared", *_own_flags(), *objects, *torch_libraries, "-o", str(out / library.name)]
         subprocess.run(link, check=True, capture_output=True, text=True)
         os.replace(out / library.name, library)
 
@@ -82,7 +87,7 @@ def _library_path(name: str, compiler: str, units: Sequence[Unit], headers: Sequ
     """Where the built extension lies: a name made of everything that it depends on."""
     here = Path(__file__).resolve().parent
     sources = [(here / file).read_bytes() for file in (*dict.fromkeys(u.source for u in units), *headers)]
-    facts = [torch.__version__, compiler, platform.machine(), repr(FLAGS), repr(units)]
+    facts = [torch.__version__, compiler, platform.machine(), repr(FLAGS), repr(units), repr(_own_flags())]
     digest = hashlib.sha256(b"\0".join([*sources, *map(str.encode, facts)])).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-long"
     return cache / f"{name}-{digest}.so"

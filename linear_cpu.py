@@ -1,11 +1,11 @@
-"""The quantized linear layers of quantize.py in C++ for x86: integer dot products, any number of rows.
+"""Linear layers in C++ for x86: quantize.py's by integer dot products, and 16-bit ones widened in registers.
 
     load()            builds the extension once (about 10 s of compiler) and loads it; "" when it can be used,
                       else the reason in one line
     LinearFactory()   makes the layers, as quantize.linear does
-    CpuInt4Linear, CpuInt8Linear, WideLinear
+    CpuInt4Linear, CpuInt8Linear, CpuLinear; widen(model) makes nn.Linear layers of 16 bits CpuLinear
 
-Activations become 16-bit integers with a step per row and group of inputs, an error far below bfloat16's
+Activations of quantized layers become 16-bit integers with a step per row and group of inputs, an error far below bfloat16's
 own; products and their sums over a group are exact.  Weights are kept in an order of their own: linear_cpu.h
 says which.  With AVX-512 VNNI or AVX2.  Copy it out with quantize.py, cpu_extension.py, linear_cpu.h,
 linear_cpu.cpp, linear_cpu_kernels.cpp, cpu_vector.h and cpu_operators.h.
@@ -23,14 +23,19 @@ from quantize import Int4Linear, Int8Linear, _quantize_rows, _slabs
 UNITS = (*(Unit(name, "linear_cpu_kernels.cpp", ("-O3", *flags, f"-DGPT_LONG_KERNELS=gpt_long_linear_{name}"))
            for name, flags in X86_FLAGS.items()),
          Unit("operators", "linear_cpu.cpp", ("-O1",), torch=True))
+FEW_ROWS = 16  # up to which CpuLinear takes the kernels for few rows
 
 
 def _int4_fake(x: Tensor, weight: Tensor, scales_and_zeros: Tensor, group: int, n_outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], n_outputs)
 
 
-def _int8_fake(x: Tensor, weight: Tensor, scales: Tensor, n_outputs: int) -> Tensor:
+def _int8_fake(x: Tensor, weight: Tensor, scales: Tensor, n_inputs: int, n_outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], n_outputs)
+
+
+def _dense_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 @functools.cache
@@ -43,6 +48,7 @@ def load() -> str:
         return f"{reason}, so linear layers take PyTorch's own kernels"
     torch.library.register_fake("gpt_long_cpu_linear::int4_mm", _int4_fake)
     torch.library.register_fake("gpt_long_cpu_linear::int8_mm", _int8_fake)
+    torch.library.register_fake("gpt_long_cpu_linear::dense_mm", _dense_fake)
     return ""
 
 
@@ -52,9 +58,9 @@ def best_panel(n_inputs: int) -> int:
     return panel if n_inputs % panel == 0 else 8
 
 
-def _padded(n_outputs: int, panel: int) -> int:
-    """Rows of whole panels."""
-    return n_outputs + -n_outputs % panel
+def _padded(n: int, panel: int) -> int:
+    """The next multiple of a panel's size."""
+    return n + -n % panel
 
 
 def int4_panels(packed: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
@@ -73,13 +79,14 @@ def int4_panels(packed: Tensor, panel: int, out: Tensor | None = None) -> Tensor
 
 
 def int8_panels(weight: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
-    """int8 [N, K] into panels: int8 [N up to a multiple of P, K]; P outputs, 4 inputs 0 2 1 3 at a time."""
+    """int8 [N, K] into panels: int8 [N, K, both up to multiples of P]; P outputs, 4 inputs 0 2 1 3 at a time."""
     N, K = weight.shape
-    out = torch.empty(_padded(N, panel), K, dtype=torch.int8) if out is None else out
+    wide = _padded(K, panel)
+    out = torch.empty(_padded(N, panel), wide, dtype=torch.int8) if out is None else out
     for lo, hi in _slabs(N, K):
-        rows = F.pad(weight[lo:hi], (0, 0, 0, -hi % panel))
-        four = rows.view(-1, panel, K // 4, 2, 2)  # [panels, P, K/4, pair, in pair]
-        out[lo:_padded(hi, panel)] = four.permute(0, 2, 1, 4, 3).reshape(-1, K)
+        rows = F.pad(weight[lo:hi], (0, wide - K, 0, -hi % panel))
+        four = rows.view(-1, panel, wide // 4, 2, 2)  # [panels, P, K/4, pair, in pair]
+        out[lo:_padded(hi, panel)] = four.permute(0, 2, 1, 4, 3).reshape(-1, wide)
     return out
 
 
@@ -102,37 +109,41 @@ class CpuInt4Linear(Int4Linear):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:
-            return self(x.float()).half()
         both, multiply = self.scales_and_zeros, torch.ops.gpt_long_cpu_linear.int4_mm
         y = multiply(x, self.weight, both, self.group, self.n_outputs)
         return y if self.bias is None else y + self.bias
 
 
 class CpuInt8Linear(Int8Linear):
-    """Int8Linear over panels: the same arguments, K a multiple of 8.  Call load() first."""
+    """Int8Linear over panels: the same arguments.  Call load() first."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None,
                  dynamic: bool = False, panel: int | None = None, panels: Tensor | None = None) -> None:
-        N, panel = len(weight), panel or best_panel(weight.shape[1])
+        N, K = weight.shape
+        panel = panel or best_panel(K)
         scales = F.pad(scales, (0, -N % panel)).view(-1, panel)
         super().__init__(int8_panels(weight, panel, panels), scales, bias, dynamic)
-        self.n_outputs = N
+        self.n_inputs, self.n_outputs = K, N
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:
-            return self(x.float()).half()
         rows, step = _quantize_rows(x) if self.dynamic else (x, None)
-        y = torch.ops.gpt_long_cpu_linear.int8_mm(rows, self.weight, self.scales, self.n_outputs)
+        multiply = torch.ops.gpt_long_cpu_linear.int8_mm
+        y = multiply(rows, self.weight, self.scales, self.n_inputs, self.n_outputs)
         y = y if step is None else (y.float() * step).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
-class WideLinear(nn.Linear):
-    """A bfloat16 nn.Linear that multiplies in float32, a slab of its weight at a time: AVX2 has no bfloat16
-    arithmetic, and what stands in for it is many times slower."""
+class CpuLinear(nn.Linear):
+    """An nn.Linear of 16 bits.  Few rows read its weight once, widened in registers.  Many are a GEMM, in
+    float32, a slab of the weight at a time, where the processor has no arithmetic of these 16 bits: what
+    stands in for it is many times slower."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() <= FEW_ROWS * self.in_features:
+            y = torch.ops.gpt_long_cpu_linear.dense_mm(x, self.weight)
+            return y if self.bias is None else y + self.bias
+        if quantize.gemm_dtype("cpu", x.dtype) == x.dtype:
+            return super().forward(x)
         step = max((1 << 20) // self.in_features, 1)
         y = torch.cat([F.linear(x.float(), rows.float()) for rows in self.weight.split(step)], dim=-1)
         y = y.to(x.dtype)
@@ -147,20 +158,20 @@ class LinearFactory:
 
     def __call__(self, tensors: dict[str, Tensor], scheme: str, bias: Tensor | None = None) -> nn.Module:
         """As quantize.linear, which itself serves where the kernels do not."""
-        weight = tensors["weight"]
-        n_inputs = weight.shape[1] * (1 if scheme.startswith("int8") else 2)
-        if weight.device.type != "cpu" or n_inputs % 8:
+        weight, int8 = tensors["weight"], scheme.startswith("int8")
+        if weight.device.type != "cpu":
             return quantize.linear(tensors, scheme, bias)
-        shape = _padded(len(weight), best_panel(n_inputs)), weight.shape[1]
+        N, K = len(weight), weight.shape[1] * (1 if int8 else 2)
+        panel = best_panel(K)
+        shape = _padded(N, panel), _padded(K, panel) if int8 else K // 2
         panels = self.memory.empty(shape, weight.dtype)
-        if scheme.startswith("int8"):
+        if int8:
             return CpuInt8Linear(weight, tensors["scales"], bias, scheme == "int8dq", panels=panels)
         return CpuInt4Linear(weight, tensors["scales_and_zeros"], bias, panels=panels)
 
 
 def widen(model: nn.Module) -> None:
-    """Make the bfloat16 layers of `model` WideLinear where this processor has no bfloat16 arithmetic."""
+    """Make the 16-bit nn.Linear layers of `model` CpuLinear, over the same weights, which others may share."""
     for layer in model.modules():
-        slow = type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16
-        if slow and quantize.gemm_dtype("cpu", torch.bfloat16) != torch.bfloat16:
-            layer.__class__ = WideLinear  # the same weight, which the embedding may share
+        if type(layer) is nn.Linear and layer.weight.dtype in (torch.bfloat16, torch.float16):
+            layer.__class__ = CpuLinear

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import quantize
-from cpu_extension import separate_allocations
+from cpu_extension import HugePages, separate_allocations
 from model import ModelConfig, Transformer
 
 Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
@@ -77,7 +77,7 @@ class RandomSource:
     def __init__(self, quantization: str | None, device: torch.device | str, dtype: torch.dtype) -> None:
         quantize.check_scheme(quantization)
         self.scheme, self.packed = quantization, quantization is not None
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.memory = device, dtype, HugePages()
 
     def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, nn.RMSNorm):
@@ -86,7 +86,7 @@ class RandomSource:
         if isinstance(module, nn.Linear) and self.packed:
             made = quantize.pack_random(module.out_features, module.in_features, self.scheme, self.device)
         else:
-            weight = torch.empty(module.weight.shape, dtype=self.dtype, device=self.device)
+            weight = self.memory.empty(module.weight.shape, self.dtype, self.device)
             made["weight"] = weight.normal_(std=module.weight.shape[1] ** -0.5)
         if getattr(module, "bias", None) is not None:
             made["bias"] = torch.zeros(module.bias.shape, dtype=self.dtype, device=self.device)
@@ -127,6 +127,7 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
           dtype: torch.dtype, progress: Progress, make_linear: MakeLinear) -> Transformer:
     with torch.device("meta"), _NoInit():
         model = Transformer(config)
+    memory = HugePages()
     leaves = {name: module for name, module in model.named_modules()
               if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm))}
     shares_embedding = config.tie_word_embeddings and source.scheme is None
@@ -141,7 +142,7 @@ def _fill(config: ModelConfig, source: CheckpointSource | RandomSource, device: 
             model.set_submodule(name, make_linear(packed, source.scheme, bias))
         else:
             for key, value in tensors.items():
-                new = value.to(device, dtype, copy=source.borrows)
+                new = memory.empty(value.shape, dtype, device).copy_(value) if source.borrows else value
                 setattr(leaves[name], key, nn.Parameter(new, requires_grad=False))
             source.release(tensors.values())
         value = new = tensors = packed = None  # before the next layer's

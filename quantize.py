@@ -46,8 +46,12 @@ def legal_group(n_inputs: int, group: int) -> int:
 
 def gemm_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a device multiplies matrices fastest without losing any of `dtype`'s precision."""
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return dtype if device_type != "cpu" or fast else torch.float32
+    if device_type != "cpu" or dtype == torch.float32:
+        return dtype
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # what ATEN_CPU_CAPABILITY may deny
+    fast = {torch.bfloat16: torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported(),
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported()}
+    return dtype if wide and fast.get(dtype) else torch.float32
 
 
 def _slabs(n_rows: int, n_columns: int, values: int = SLAB_VALUES) -> list[tuple[int, int]]:
@@ -90,7 +94,8 @@ class Int8Linear(nn.Module):
         step = None
         if self.dynamic:
             rows, step = _quantize_rows(rows)
-        if rows.dtype == torch.bfloat16 and len(rows) < MANY_ROWS and x.device.type == "cpu":
+        whole = rows.shape[1] % 64 == 0  # the kernel reads past the end of other rows
+        if rows.dtype == torch.bfloat16 and len(rows) < MANY_ROWS and x.device.type == "cpu" and whole:
             y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scales)
         elif x.device.type == "cuda" and self.dynamic and len(rows) > 16:  # _int_mm takes more than 16 rows
             y = torch._int_mm(rows.to(torch.int8), self.weight.t()) * self.scales.float()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import linear_cpu
 from cpu_extension import X86, HugePages, Unit, build_and_load, find_compiler
-from linear_cpu import CpuInt4Linear, CpuInt8Linear, LinearFactory, widen
+from linear_cpu import CpuInt4Linear, CpuInt8Linear, CpuLinear, LinearFactory, widen
 from quantize import Int8Linear, _unpair, linear, pack
 
 SERVED = X86 and find_compiler() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
@@ -149,7 +149,7 @@ def test_operators_are_well_formed() -> None:
     eight = _cpu(pack(torch.randn(24, 64), "int8wo"))
     ops = torch.ops.gpt_long_cpu_linear
     torch.library.opcheck(ops.int4_mm, (x, layer.weight, layer.scales_and_zeros, 32, 24))
-    torch.library.opcheck(ops.int8_mm, (x, eight.weight, eight.scales, 24))
+    torch.library.opcheck(ops.int8_mm, (x, eight.weight, eight.scales, 64, 24))
 
 
 def test_wrong_arguments_are_refused() -> None:

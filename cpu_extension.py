@@ -3,6 +3,7 @@
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
     HugePages().empty(shape, dtype)         a tensor in pages of 2 MB
     separate_allocations(), trim_heap()     freed memory back to the system
+    limit_instructions("avx2")              PyTorch and the kernels as on a narrower processor, to test and to time
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
 sets without one of them leaking into the others.  Needs torch only.
@@ -29,6 +30,7 @@ FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-f
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
              "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c")}
 PAGE = 2 << 20  # bytes of a large page
+INSTRUCTIONS = ("avx512", "avx2", "default")  # what the environment's ATEN_CPU_CAPABILITY may say; default: none
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -110,6 +112,17 @@ def build_and_load(name: str, units: Sequence[Unit], headers: Sequence[str] = ()
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         return f"{name} could not be built: " + " ".join(str(getattr(error, "stderr", None) or error).split())
     return ""
+
+
+def limit_instructions(most: str) -> None:
+    """Let PyTorch, oneDNN and this project's kernels take at most one of INSTRUCTIONS, and processes started
+    from here, too.  ValueError when PyTorch has chosen already: call it before any operator runs."""
+    os.environ["ATEN_CPU_CAPABILITY"] = most
+    os.environ["ONEDNN_MAX_CPU_ISA"] = {"avx512": "ALL", "avx2": "AVX2"}.get(most, "SSE41")
+    found = torch.backends.cpu.get_cpu_capability().lower()
+    allowed = INSTRUCTIONS[INSTRUCTIONS.index(most):]
+    if found not in allowed:
+        raise ValueError(f"PyTorch has chosen {found} already; {most} comes too late")
 
 
 @contextlib.contextmanager

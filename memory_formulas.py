@@ -11,6 +11,7 @@ import torch
 import quantize
 from cpu_extension import X86
 from kv_cache import BASIS_DTYPE, BLOCK_SLOTS, CacheSpec
+from linear_cpu import FEW_ROWS
 from model import ModelConfig
 
 FLOAT = 4  # bytes of float32
@@ -129,7 +130,9 @@ def linear(s: Setup, M: int, N: int, K: int) -> int:
     a, g, out = s.dtype.itemsize, s.gemm_bytes, M * N * s.dtype.itemsize
     few = M < quantize.MANY_ROWS and a == 2
     if s.quantization is None:
-        wide = s.linear_kernels and g > a == 2  # linear_cpu.WideLinear
+        if s.linear_kernels and a == 2 and M <= FEW_ROWS:  # linear_cpu.CpuLinear
+            return out + M * K * FLOAT
+        wide = s.linear_kernels and g > a
         return max(2 * M * N, M * N + M * K + (1 << 20)) * FLOAT if wide else out
     if s.linear_kernels:
         dynamic = M * (2 * N * FLOAT + K * a) if s.quantization == "int8dq" else 0

@@ -102,7 +102,8 @@ class Int8Linear(nn.Module):
         elif x.device.type == "cuda":
             y = F.linear(rows, self.weight.to(rows.dtype)) * self.scales  # one fused kernel when compiled
         else:
-            rows = rows.to(gemm_dtype(rows.device.type, rows.dtype))
+            half = rows.dtype == torch.float16  # where sums of integers overflow
+            rows = rows.to(torch.float32 if half else gemm_dtype(rows.device.type, rows.dtype))
             slabs = _slabs(*self.weight.shape)
             y = torch.cat([F.linear(rows, self.weight[lo:hi].to(rows.dtype)) for lo, hi in slabs], dim=-1)
             y = y * self.scales
@@ -231,9 +232,10 @@ def _random_bytes(count: int, device: torch.device | str) -> Tensor:
 
 
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers -127 .. 127 in x's own dtype (exact in bfloat16) and the step [M, 1], float32, of each row."""
+    """Integers -127 .. 127 (bfloat16 like x, else float32) and the step [M, 1], float32, of each row."""
     step = (x.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-8)
-    return (x.float() / step).round().clamp(-127, 127).to(x.dtype), step
+    rows = (x.float() / step).round().clamp(-127, 127)
+    return rows.to(x.dtype) if x.dtype == torch.bfloat16 else rows, step
 
 
 def _pair(nibbles: Tensor) -> Tensor:

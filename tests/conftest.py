@@ -5,9 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpu_extension import INSTRUCTIONS, limit_instructions
 from model import ModelConfig, Transformer
 
 DEMO = Path(__file__).parent.parent / "checkpoints" / "SmolLM2-135M-Instruct"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--instructions", choices=INSTRUCTIONS,
+                     help="take at most these of the processor: the narrower kernels, on a wider machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if most := config.getoption("--instructions"):
+        limit_instructions(most)
 
 
 def tiny_config(**changes: object) -> ModelConfig:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import linear_cpu
 from cpu_extension import X86, HugePages, Unit, build_and_load, find_compiler
 from linear_cpu import CpuInt4Linear, CpuInt8Linear, CpuLinear, LinearFactory, widen
-from quantize import Int8Linear, _unpair, linear, pack
+from quantize import _quantize_rows, _unpair, linear, pack
 
 SERVED = X86 and find_compiler() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 assert not SERVED or linear_cpu.load() == ""
@@ -59,8 +59,11 @@ def test_every_number_of_rows(scheme: str, N: int, panel: int) -> None:
             assert relative_error(y, x.double() @ weight.t()) < TOLERANCE[dtype]
 
 
-def _cpu(tensors: dict[str, Tensor], bias: Tensor | None = None, panel: int | None = None) -> nn.Module:
-    return (CpuInt8Linear if "scales" in tensors else CpuInt4Linear)(*tensors.values(), bias, panel=panel)
+def _cpu(tensors: dict[str, Tensor], bias: Tensor | None = None, panel: int | None = None,
+         dynamic: bool = False) -> nn.Module:
+    if "scales" in tensors:
+        return CpuInt8Linear(*tensors.values(), bias, dynamic, panel)
+    return CpuInt4Linear(*tensors.values(), bias, panel)
 
 
 @pytest.mark.parametrize("panel", PANELS)
@@ -72,10 +75,43 @@ def test_every_input_size(scheme: str, K: int, panel: int) -> None:
     assert relative_error(layer(x), x.double() @ dequantized(tensors).t()) < TOLERANCE[x.dtype]
 
 
-def test_int8_takes_inputs_in_eights() -> None:
-    tensors = pack(torch.randn(16, 200), "int8wo")
-    x = torch.randn(2, 200)
-    assert relative_error(_cpu(tensors)(x), x.double() @ dequantized(tensors).t()) < TOLERANCE[x.dtype]
+WIDTHS = range(1, 301)  # every one as inputs and as outputs
+
+
+@pytest.mark.parametrize("family", ["torch", *PANELS])
+@pytest.mark.parametrize("scheme", ["int8wo", "int8dq", "int4wo-32"])
+def test_every_width(scheme: str, family: str | int) -> None:
+    for N in WIDTHS:
+        K = 301 - N if scheme != "int4wo-32" else 32 + 32 * (N % 9)
+        tensors = pack(torch.randn(N, K), scheme)
+        plain = linear(tensors, scheme)
+        layer = plain if family == "torch" else _cpu(tensors, None, family, scheme == "int8dq")
+        weight = dequantized(tensors)
+        for M, dtype in ((1, torch.bfloat16), (3, torch.float32), (33, torch.bfloat16), (2, torch.float16)):
+            x = torch.randn(M, K).to(dtype)
+            if scheme == "int8dq":
+                rows, step = _quantize_rows(x)
+                expected = rows.double() @ weight.t() * step.double()
+            else:
+                expected = x.double() @ weight.t()
+            size = x.double().norm(dim=-1)[:, None] * weight.norm(dim=-1)  # of what is added up
+            error = ((layer(x).double() - expected).abs() / size).max()
+            assert error < (2e-2 if family == "torch" else 8e-3), (N, K, M)  # torch rounds to bfloat16 twice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_width_of_16_bits(dtype: torch.dtype) -> None:
+    for N in WIDTHS:
+        K = 301 - N
+        layer = nn.Linear(K, N, bias=N % 2 == 0, dtype=dtype).requires_grad_(False)
+        widen(layer)
+        for M in (1, 2, 3, 4, 5, 16):
+            x = torch.randn(M, K).to(dtype)
+            exact = (x.double() @ layer.weight.double().t()).to(dtype)
+            exact = exact if layer.bias is None else exact + layer.bias
+            torch.testing.assert_close(layer(x), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+            rows = torch.cat([layer(row[None]) for row in x])
+            assert torch.equal(layer(x), rows)  # a row does not depend on its company
 
 
 @pytest.mark.parametrize("panel", PANELS)
@@ -130,14 +166,13 @@ def test_the_factory_makes_what_quantize_does(scheme: str, N: int, K: int) -> No
     assert relative_error(new(x), old(x).double()) < TOLERANCE[torch.float32]
 
 
-def test_the_factory_leaves_to_quantize_what_it_cannot_serve() -> None:
-    tensors = pack(torch.randn(8, 20), "int8wo")
-    assert type(LinearFactory()(tensors, "int8wo")) is Int8Linear
-
-
 def test_compiled_is_eager() -> None:
     layer = _cpu(pack(torch.randn(24, 64), "int4wo-32"), torch.randn(24))
     both = nn.Sequential(layer, _cpu(pack(torch.randn(16, 24), "int8wo")))
+    wide = nn.Linear(64, 24, dtype=torch.bfloat16).requires_grad_(False)
+    widen(wide)
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert torch.equal(torch.compile(wide, fullgraph=True, backend="aot_eager")(x), wide(x))
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for M in (1, 5):
         x = torch.randn(M, 64)
@@ -149,6 +184,7 @@ def test_operators_are_well_formed() -> None:
     eight = _cpu(pack(torch.randn(24, 64), "int8wo"))
     ops = torch.ops.gpt_long_cpu_linear
     torch.library.opcheck(ops.int4_mm, (x, layer.weight, layer.scales_and_zeros, 32, 24))
+    torch.library.opcheck(ops.dense_mm, (x.half(), torch.randn(24, 64).half()))
     torch.library.opcheck(ops.int8_mm, (x, eight.weight, eight.scales, 64, 24))
 
 
@@ -183,7 +219,7 @@ def test_a_failed_build_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_wide_linear_multiplies_in_float32(rows, monkeypatch):
+def test_16_bits_are_multiplied_in_float32(rows, monkeypatch):
     layer = torch.nn.Linear(600, 4000, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, rows, 600, dtype=torch.bfloat16)
     exact = torch.nn.functional.linear(x.float(), layer.weight.float()).bfloat16() + layer.bias

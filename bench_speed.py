@@ -24,7 +24,8 @@ import backends
 import report
 from inference import Engine
 from model import ModelConfig
-from options import Parser, add_cache_flags, add_model_flags, cache_spec, check_model_flags, pick_device
+from options import add_cache_flags, add_model_flags, add_seed_flag, check_model_flags
+from shell import Parser, errors, whole
 
 PEERS = Path(__file__).with_name("peers")
 OURS = {"int8": "q8_0", "int4": "q4_0", "16": "f16"}  # our cache and the one of llama.cpp that it is held to
@@ -37,14 +38,17 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("this benchmark")
     group.add_argument("--compile", action="store_true", help="compile the decode step")
     group.add_argument("--depths", default="16,1024,4096,8000", help="default: %(default)s")
-    group.add_argument("--steps", type=int, default=32, help="decode steps timed at a depth")
+    group.add_argument("--steps", type=whole(1), default=32, metavar="N",
+                       help="decode steps timed at a depth (default %(default)s)")
     group.add_argument("--peers", metavar="PYTHON",
                        help="a Python that has llama-cpp-python and transformers")
     group.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     group.add_argument("--in_turn", action="store_true", help="our own --caches in one process, by turns")
     group.add_argument("--caches", default="int8,16,int4",
                        help="ours to compare (default %(default)s); --in_turn: int8@16384 has so many slots")
-    group.add_argument("--rounds", type=int, default=2, help="turns of each system (default %(default)s)")
+    group.add_argument("--rounds", type=whole(1), default=2, metavar="N",
+                       help="turns of each system (default %(default)s)")
+    add_seed_flag(group)
     return parser
 
 
@@ -62,16 +66,23 @@ def measure(engine: Engine, depths: list[int], steps: int) -> Iterator[dict]:
 
 def build(args: argparse.Namespace, cache_size: int) -> Engine:
     """The engine that the flags describe, ready to run."""
-    device = pick_device(args)
+    device = backends.pick_device(args)
     config = ModelConfig.from_json(args.random_weights or args.checkpoint_path.with_name("config.json"))
+    torch.manual_seed(args.seed)
     model, cache_class, notes = backends.load_model(args, config, device)
     print(notes, end="", file=sys.stderr)
-    return Engine(model, cache_spec(args), cache_size, args.causal_mask, prefill_chunk=args.prefill_chunk,
+    spec = backends.cache_spec(args)
+    return Engine(model, spec, cache_size, args.causal_mask, prefill_chunk=args.prefill_chunk,
                   cache_class=cache_class, compile=args.compile)
 
 
 def depths_of(args: argparse.Namespace) -> list[int]:
-    return [int(depth) for depth in args.depths.split(",")]
+    """Tokens in the cache; ValueError unless they rise."""
+    words = args.depths.split(",")
+    depths = [int(word) for word in words if word.isdecimal()]
+    if len(depths) < len(words) or depths[0] < 1 or depths != sorted(set(depths)):
+        raise ValueError(f"--depths {args.depths!r}: give rising numbers of tokens such as 16,1024")
+    return depths
 
 
 def slots_for(need: int, given: int | None) -> int:
@@ -96,7 +107,9 @@ def in_turn(args: argparse.Namespace) -> str:
     """Decode speeds of our caches by turns; Markdown: medians, and those of a turn's ratios to the first."""
     depths, engines, lines = depths_of(args), {}, {}
     for name in args.caches.split(","):
-        kind, _, slots = name.partition("@")
+        kind, at, slots = name.partition("@")
+        if at and not slots.isdecimal():
+            raise ValueError(f"--caches {name!r}: give kinds such as int8, or int8@16384 with its slots")
         flags = vars(args) | {"kv_cache_quantization": None if kind == "16" else kind}
         slots = slots_for(depths[-1] + args.steps, int(slots) if slots else args.cache_size)
         engines[name] = build(argparse.Namespace(**flags), slots)
@@ -173,8 +186,8 @@ def table(rows: list[dict], depths: list[int]) -> str:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    try:
+    with errors("bench_speed.py"):
+        args = make_parser().parse_args()
         check_model_flags(args)
         if args.random_weights and args.peers:
             raise ValueError("peers have no --random_weights; give --checkpoint_path MODEL.pth")
@@ -184,9 +197,6 @@ def main() -> None:
             print(in_turn(args))
         else:
             run_here(args)
-    except ValueError as e:
-        print(f"bench_speed.py: {e}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

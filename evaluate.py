@@ -28,20 +28,13 @@ from kv_cache import CacheSpec, KVCache, at_position, detach
 from kv_calibrate import attach_calibrated
 from model import ModelConfig, Transformer
 from needle import hit_rates, make_needles
-from options import (
-    Parser,
-    add_cache_flags,
-    add_model_flags,
-    cache_spec,
-    check_model_flags,
-    pick_device,
-)
+from options import add_cache_flags, add_model_flags, add_seed_flag, check_model_flags
+from shell import Parser, errors, read_text, whole
 from tokenizer import Tokenizer, load_tokenizer
 
 BASELINE = "bf16"
 DEFAULT_TEXT = Path(__file__).with_name("data") / "moby_dick.txt"
 DIFFERENCE = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
-COUNTS = ("window", "windows", "prompts", "prompt_tokens", "context", "depths", "trials", "max_new_tokens")
 LOGIT_ROWS = 64  # positions whose logits, [rows, V], stand in memory at a time
 PRECISION_NOTE = ("Computed in float32 unless --precision says otherwise; the 16-bit cache, the baseline,\n"
                   "stores bfloat16 whatever the precision.")
@@ -55,26 +48,26 @@ def make_parser() -> Parser:
     doc = f"Perplexity, KL divergence and top-1 agreement.\n{PRECISION_NOTE}"
     task = tasks.add_parser("perplexity", doc=doc)
     group = _common_flags(task)
-    group.add_argument("--window", type=int, default=2048, metavar="TOKENS", help="default %(default)s")
-    group.add_argument("--windows", type=int, default=3, metavar="N",
+    group.add_argument("--window", type=whole(2), default=2048, metavar="TOKENS", help="default %(default)s")
+    group.add_argument("--windows", type=whole(1), default=3, metavar="N",
                        help="so many windows from the text's start (default %(default)s)")
     task = tasks.add_parser("rouge", doc=f"ROUGE of greedy generation.\n{PRECISION_NOTE}")
     group = _common_flags(task, max_new_tokens=64)
     group.add_argument("--data", type=Path, metavar="FILE.jsonl",
                        help='lines of {"prompt": ..., "reference": ...}; without it prompts are cut from the '
                        "text and what the 16-bit cache writes is the reference")
-    group.add_argument("--prompts", type=int, default=20, metavar="N",
+    group.add_argument("--prompts", type=whole(1), default=20, metavar="N",
                        help="prompts cut from the text (default %(default)s)")
-    group.add_argument("--prompt_tokens", type=int, default=256, metavar="TOKENS",
+    group.add_argument("--prompt_tokens", type=whole(1), default=256, metavar="TOKENS",
                        help="length of each (default %(default)s)")
     group.add_argument("--chat", action="store_true", help="wrap the prompts of --data in the chat template")
     task = tasks.add_parser("needle", doc=f"A fact hidden in a long text, asked for.\n{PRECISION_NOTE}")
     group = _common_flags(task, max_new_tokens=24)
-    group.add_argument("--context", type=int, default=2048, metavar="TOKENS",
+    group.add_argument("--context", type=whole(1), default=2048, metavar="TOKENS",
                        help="tokens of text, question and answer together (default %(default)s)")
-    group.add_argument("--depths", type=int, default=5, metavar="N",
+    group.add_argument("--depths", type=whole(1), default=5, metavar="N",
                        help="places of the fact, evenly from start to end (default %(default)s)")
-    group.add_argument("--trials", type=int, default=2, metavar="N",
+    group.add_argument("--trials", type=whole(1), default=2, metavar="N",
                        help="facts per depth (default %(default)s)")
     return parser
 
@@ -91,8 +84,9 @@ def _common_flags(parser: Parser, max_new_tokens: int | None = None) -> argparse
                        help="several kinds of --kv_cache_quantization, such as int8:d,int8:hd")
     group.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     if max_new_tokens is not None:
-        group.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help="default %(default)s")
-        group.add_argument("--seed", type=int, default=1234, help="of what is drawn (default %(default)s)")
+        group.add_argument("--max_new_tokens", type=whole(1), default=max_new_tokens, metavar="N",
+                           help="default %(default)s")
+        add_seed_flag(group)
         group.add_argument("--compile", action="store_true", help="compile the decode step")
     return group
 
@@ -118,12 +112,9 @@ def plan(args: argparse.Namespace) -> Job:
     check_model_flags(args)
     if args.random_weights:
         raise ValueError("--random_weights have no accuracy to measure; give --checkpoint_path MODEL.pth")
-    for name in COUNTS:
-        if getattr(args, name, 1) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}; give 1 or more")
     config = ModelConfig.from_json(args.checkpoint_path.with_name("config.json"))
     tokenizer = load_tokenizer(args.checkpoint_path.parent)
-    return Job(args, config, pick_device(args), tokenizer, named_specs(args))
+    return Job(args, config, backends.pick_device(args), tokenizer, named_specs(args))
 
 
 def named_specs(args: argparse.Namespace) -> dict[str, CacheSpec]:
@@ -144,16 +135,8 @@ def named_specs(args: argparse.Namespace) -> dict[str, CacheSpec]:
         kind, _, axis = name.partition(":")
         one.kv_cache_quantization = None if name == BASELINE else kind
         one.kv_quant_axis = axis or args.kv_quant_axis
-        specs[name] = cache_spec(one)
+        specs[name] = backends.cache_spec(one)
     return specs
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 text; ValueError when there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {path} as a UTF-8 text: {e}") from e
 
 
 def need_tokens(ids: Sequence[int], count: int, what: str, path: Path) -> None:
@@ -220,14 +203,12 @@ def perplexity(job: Job) -> tuple[list[dict], list[dict]]:
     """The task: table rows to print and figures."""
     args, config = job.args, job.config
     length = args.cache_size or args.window
-    if args.window < 2:
-        raise ValueError(f"--window is {args.window}; give 2 or more, to predict a token from another")
     if length > config.max_position_embeddings:
         raise ValueError(f"{length} tokens > {config.max_position_embeddings} positions of the model "
                          "(max_position_embeddings); give a smaller --window and --cache_size")
     if args.window > length:
         raise ValueError(f"--window {args.window} > --cache_size {length}; leave out --cache_size")
-    ids = job.tokenizer.encode(read_text(args.text))
+    ids = job.tokenizer.encode(read_text("--text", args.text))
     need_tokens(ids, args.window * args.windows, f"{args.windows} windows of {args.window}", args.text)
     windows = token_windows(ids, args.window, args.windows)
     model, cache_class = job.load()
@@ -247,7 +228,7 @@ def perplexity(job: Job) -> tuple[list[dict], list[dict]]:
 def read_pairs(path: Path) -> list[tuple[str, str]]:
     """(prompt, reference) of every line of a .jsonl file; ValueError names the first bad line."""
     pairs = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text("--data", path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -317,7 +298,7 @@ def rouge(job: Job) -> tuple[list[dict], list[dict]]:
     else:
         if args.chat:
             raise ValueError("--chat wants the prompts of --data; those cut from a text are no questions")
-        ids = tokenizer.encode(read_text(args.text), bos=False)
+        ids = tokenizer.encode(read_text("--text", args.text), bos=False)
         what = f"{args.prompts} prompts of {args.prompt_tokens}"
         need_tokens(ids, args.prompts * args.prompt_tokens, what, args.text)
         prompts, references = cut_prompts(ids, args.prompts, args.prompt_tokens, tokenizer.bos_id), None
@@ -342,7 +323,7 @@ def _check_lengths(job: Job, prompts: list[list[int]]) -> None:
 def find_needle(job: Job) -> tuple[list[dict], list[dict]]:
     """The task: table rows to print and figures."""
     args, tokenizer = job.args, job.tokenizer
-    ids = tokenizer.encode(read_text(args.text), bos=False)
+    ids = tokenizer.encode(read_text("--text", args.text), bos=False)
     need_tokens(ids, args.context, "the context", args.text)
     needles = make_needles(args.depths, args.trials, args.seed)
     spare = len(ids) - args.context
@@ -361,17 +342,12 @@ TASKS = {"perplexity": perplexity, "rouge": rouge, "needle": find_needle}
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
-    try:
+    with errors("evaluate.py"):
+        args = make_parser().parse_args(argv)
         table, rows = TASKS[args.task](plan(args))
-    except ValueError as e:
-        print(f"evaluate.py: {e}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    print(metrics.markdown_table(table))
-    if args.json:
-        print(json.dumps({"rows": rows}))
+        print(metrics.markdown_table(table))
+        if args.json:
+            print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

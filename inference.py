@@ -20,6 +20,7 @@ from kv_calibrate import attach_calibrated
 from model import ModelConfig, Transformer
 
 Sampler = Callable[[Tensor], Tensor]
+COLDEST = 1e-6  # below it logits divided by the temperature might leave float32, so it counts as 0
 GROUP_LAYERS = 5  # at most so many layers are compiled together on the CPU
 
 
@@ -32,10 +33,12 @@ def make_sampler(temperature: float = 0.8, top_k: int | None = None, top_p: floa
     """A function [B, V] logits -> [B] tokens, drawn among the `top_k` likeliest tokens and among the fewest
     that together have probability `top_p`.  Temperature 0 is greedy.  Draws by the exponential race
     argmax(p / e), e ~ Exp(1), which needs no synchronisation."""
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise ValueError(f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1, "
+    possible = (0 <= temperature < float("inf") and (top_k is None or top_k >= 1)
+                and (top_p is None or 0 < top_p <= 1))
+    if not possible:  # nan, too
+        raise ValueError(f"sampling needs a finite temperature >= 0, top_k >= 1 and 0 < top_p <= 1, "
                          f"not {temperature}, {top_k}, {top_p}")
-    if temperature == 0:
+    if temperature < COLDEST:
         return greedy
 
     def sample(logits: Tensor) -> Tensor:
@@ -153,7 +156,8 @@ def check_limits(prompt_tokens: int, max_new_tokens: int, cache_size: int, confi
         raise ValueError(f"--max_new_tokens is {max_new_tokens}; give 0 or more")
     if need > most:
         raise ValueError(f"prompt of {prompt_tokens} + {max_new_tokens} new tokens = {need} > {most} "
-                         "positions of the model (max_position_embeddings); shorten one of the two")
+                         "positions of the model (max_position_embeddings); shorten the prompt, or "
+                         "--max_new_tokens")
     if cache_size > most:
         raise ValueError(f"--cache_size {cache_size} > {most} positions of the model "
                          f"(max_position_embeddings); give --cache_size {most} or less")

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 import memory_formulas as formulas
-import quantize
+from backends import DTYPES, cache_spec
 from kv_cache import KINDS, CacheSpec
 from memory_formulas import Setup
 from memory_tracker import Tracker
 from model import ModelConfig
-from options import PRECISIONS, Parser, add_cache_flags, cache_spec
+from options import PRECISIONS, add_cache_flags, add_quantization_flag, check_cache_flags
+from shell import Parser, check_input, errors, number, size, whole
 
 __all__ = ["Plan", "Setup", "Tracker", "available_bytes", "best_that_fits", "longest_context", "make_plan"]
 
@@ -99,8 +100,8 @@ class Plan:
         """One line for a person."""
         parts = {"weights": self.weights_bytes, "cache": self.cache_bytes, "mask": self.mask}
         parts["transients"] = self.total_bytes - sum(parts.values())
-        inside = ", ".join(f"{name} {_gb(n)}" for name, n in parts.items() if n)
-        return f"will take {_gb(self.total_bytes)} GB: {inside}"
+        inside = ", ".join(f"{name} {size(n)}" for name, n in parts.items() if n)
+        return f"will take {size(self.total_bytes)}: {inside}"
 
 
 def make_plan(setup: Setup) -> Plan:
@@ -129,7 +130,7 @@ def refusal(setup: Setup, available: int) -> str | None:
     plan = make_plan(setup)
     if plan.total_bytes <= available:
         return None
-    said = f"{_gb(plan.total_bytes)} GB do not fit in the {_gb(available)} GB that are free; "
+    said = f"{size(plan.total_bytes)} do not fit in the {size(available)} that are free; "
     better = best_that_fits(setup, available)
     shorter = longest_context(setup, available)
     ways = [f"give {scheme_flags(*better)}"] if better else []
@@ -187,10 +188,6 @@ def best_that_fits(setup: Setup, budget: int) -> tuple[str | None, str] | None:
 # ---- tables ----
 
 
-def _gb(n: int) -> str:
-    return f"{n / 1e9:.2f}" if n < 1e10 else f"{n / 1e9:.1f}"
-
-
 def plan_table(setup: Setup, plan: Plan) -> str:
     """The parts in GB: what each takes by itself, and what it adds to the peak."""
     rows = [f"{'GB':<22}{'takes':>10}{'adds':>10}"]
@@ -206,13 +203,13 @@ def budget_table(setup: Setup, budget: int) -> str:
     """For each scheme what the asked context takes and the longest context that fits; the best is marked."""
     best = best_that_fits(setup, budget)
     head = f"GB for {setup.cache_size} slots"
-    rows = [f"{'weights':<12}{'cache':<8}{head:>24}  fits {_gb(budget)} GB{'longest context':>18}"]
+    rows = [f"{'weights':<12}{'cache':<8}{head:>24}  fits {size(budget)}{'longest context':>18}"]
     for scheme in schemes(setup):
         other = with_scheme(setup, *scheme)
         total = make_plan(other).total_bytes
         fits = "best" if scheme == best else "yes" if total <= budget else "no"
         names = f"{scheme[0] or '16 bit':<12}{scheme[1].replace('none', '16 bit'):<8}"
-        rows.append(f"{names}{total / 1e9:>24.2f}  {fits:<{len(_gb(budget)) + 8}}"
+        rows.append(f"{names}{total / 1e9:>24.2f}  {fits:<{len(size(budget)) + 5}}"
                     f"{longest_context(other, budget):>18}")
     found = scheme_flags(*best) if best else "nothing holds that context in this memory"
     return "\n".join([*rows, f"Best that fits: {found}."])
@@ -221,14 +218,16 @@ def budget_table(setup: Setup, budget: int) -> str:
 def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="a config.json (see configs/)")
-    parser.add_argument("-q", "--quantization", metavar="SCHEME",
-                        help=f"of the linear layers: {', '.join(quantize.SCHEMES)}")
+    add_quantization_flag(parser)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda",
                         help="transients differ a little (default %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=1, help="rows (default %(default)s)")
-    parser.add_argument("--prompt_tokens", type=int, metavar="N", help="default: as many as the cache holds")
-    parser.add_argument("--budget", type=float, metavar="GB", help="compare all schemes with so much memory")
+    parser.add_argument("--batch_size", type=whole(1), default=1, metavar="N",
+                        help="rows (default %(default)s)")
+    parser.add_argument("--prompt_tokens", type=whole(1), metavar="N",
+                        help="default: as many as the cache holds")
+    parser.add_argument("--budget", type=number(1e6), metavar="GB",
+                        help="compare all schemes with so much memory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     add_cache_flags(parser)
     return parser
@@ -236,15 +235,12 @@ def make_parser() -> Parser:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """The run that the flags describe."""
+    check_input("--config", args.config, "a config.json (see configs/)")
+    check_cache_flags(args)
     config = ModelConfig.from_json(args.config)
-    quantize.check_scheme(args.quantization)
     size = args.cache_size or config.max_position_embeddings
-    for flag, value in (("batch_size", args.batch_size), ("prefill_chunk", args.prefill_chunk),
-                        ("cache_size", size), ("budget", args.budget or 1)):
-        if value <= 0:
-            raise ValueError(f"--{flag} is {value}; give more than 0")
     return Setup(config, cache_spec(args), size, args.quantization, args.batch_size, args.prefill_chunk,
-                 args.prompt_tokens, args.causal_mask, PRECISIONS[args.precision], args.device,
+                 args.prompt_tokens, args.causal_mask, DTYPES[args.precision], args.device,
                  kernels=args.attention == "auto")
 
 
@@ -262,8 +258,8 @@ def budget_dict(setup: Setup, budget: int) -> dict:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    try:
+    with errors("memory.py"):
+        args = make_parser().parse_args()
         setup = setup_of(args)
         plan, budget = make_plan(setup), int((args.budget or 0) * 1e9)
         if args.json:
@@ -273,9 +269,6 @@ def main() -> None:
         most = setup.config.max_position_embeddings
         if setup.cache_size > most:
             print(f"note: the model itself has only {most} positions", file=sys.stderr)
-    except ValueError as e:
-        print(f"memory.py: {e}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

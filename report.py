@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inference import Engine, Timing
+from shell import size
 
 
 def processor() -> str:
@@ -90,16 +91,16 @@ def append_json(path: Path, row: dict) -> None:
 
 def summary(row: dict) -> str:
     """A few lines of a result row for a person."""
-    gb = {name: f"{value / 1e9:.2f}" for name, value in row["bytes"].items()}
+    parts = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in row["bytes"].items() if n)
     rate = row["decode_tokens_per_s"]
     decode = "no decode step" if rate is None else (
         f"decode {rate:.1f} tokens/s from depth {row['depth']} "
         f"({row['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s)")
+    compiled = f"compile {row['compile_s']:.1f} s | " if row["compile_s"] > 0.05 else ""
     above = row.get("peak_above_start_bytes")
-    more = "" if above is None else f", {above / 1e9:.2f} above Python and torch"
+    more = "" if above is None else f", {size(above)} above Python and torch"
     return "\n".join([
         f"{row['prompt_tokens']} prompt + {row['new_tokens']} new tokens | load {row['load_s']:.1f} s | "
-        f"compile {row['compile_s']:.1f} s | first token after {row['time_to_first_token_s']:.2f} s",
+        f"{compiled}first token after {row['time_to_first_token_s']:.2f} s",
         f"prefill {row['prefill_tokens_per_s']:.1f} tokens/s | {decode}",
-        f"GB: weights {gb['weights']}, embedding {gb['embedding']}, cache {gb['kv_cache']}, scales "
-        f"{gb['kv_scales']}, mask {gb['mask']} | peak {row['peak_memory_bytes'] / 1e9:.2f}{more}"])
+        f"{parts} | peak {size(row['peak_memory_bytes'])}{more}"])

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import generate
+import generation
+from tokenizer import load_tokenizer
 
 FIELDS = {"argv", "model", "device", "torch", "precision", "quantization", "cache", "causal_mask", "bytes",
           "new_tokens", "load_s", "compile_s", "time_to_first_token_s", "prefill_tokens_per_s",
@@ -81,12 +83,22 @@ def test_random_weights_need_no_checkpoint(run, tiny_checkpoint, tmp_path):
     (["--cache_size", "8", "--prompt", "abcd"], "--cache_size 204"),
     (["--cache_size", "1000"], "--cache_size 256"), (["-q", "int4"], "int4wo-64"),
     (["--kv_cache_quantization", "int7"], "int8"), (["--kv_cache_quantization", "3,8"], "16, 8"),
-    (["--kv_quant_axis", "z"], "d, hd"), (["--kv_cache_layout", "bhs"], "bhsd"),
+    (["--kv_quant_axis", "z"], "'d', 'hd'"),
+    (["--kv_quant_axis", "hd", "--kv_cache_quantization", "k8v4"], "--kv_quant_axis hd"),
+    (["--kv_strong", "7,8"], "--kv_strong"), (["--kv_cache_layout", "bhs"], "bhsd"),
     (["--prompt", ""], "--prompt"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--temperature", "-1"], "temperature"),
     (["--device", "abacus"], "cpu or cuda"), (["--no_such_flag"], "--help"),
-    (["--prefill_chunk", "0"], "1 or more"),
-    (["--num_samples", "0"], "1 or more"), (["--max_new_tokens", "-2"], "--max_new_tokens"),
+    (["--device", "cpu:1"], "cpu or cuda"), (["--device", "cuda:"], "cpu or cuda"),
+    (["--prefill_chunk", "0"], "from 1 to"), (["--prefill_chunk", "1e3"], "--prefill_chunk"),
+    (["--num_samples", "0"], "from 1 to"), (["--max_new_tokens", "-2"], "--max_new_tokens"),
+    (["--temperature", "nan"], "--temperature"), (["--temperature", "inf"], "--temperature"),
+    (["--top_p", "nan"], "--top_p"), (["--top_p", "0"], "--top_p"), (["--top_k", "0"], "--top_k"),
+    (["--seed", "-1"], "--seed"), (["--seed", str(2 ** 64)], str(2 ** 64 - 1)),
+    (["--prefill_size", "9" * 30], "--prefill_size"), (["--prefill_size", "2000000000"], "256 positions"),
+    (["--assume_filled", "2000000000"], "--max_new_tokens"), (["--cache_size", "9" * 9], "--cache_size 256"),
+    (["--prompt_file", "."], "--prompt_file: . is a folder"), (["--write_result", "."], "folder"),
+    (["--write_result", "nowhere/r.jsonl"], "no folder nowhere"), (["--profile", "nowhere/t"], "--profile"),
     (["--random_weights", "x.json"], "--checkpoint_path")])
 def test_mistakes_get_one_line_and_exit_code_2(run, flags, message):
     code, out, err = run(*flags)
@@ -94,9 +106,22 @@ def test_mistakes_get_one_line_and_exit_code_2(run, flags, message):
     assert len(err.strip().splitlines()) <= 2 and "Traceback" not in err
 
 
-def test_missing_checkpoint(run, tmp_path):
+def test_missing_files_are_named(run, tmp_path):
     code, _, err = run("--checkpoint_path", tmp_path / "model.pth", checkpoint=False)
-    assert code == 2 and "config.json" in err
+    assert code == 2 and "model.pth does not exist" in err
+    (tmp_path / "model.pth").touch()
+    code, _, err = run("--checkpoint_path", tmp_path / "model.pth", checkpoint=False)
+    assert code == 2 and "config.json does not exist" in err
+    code, _, err = run("--checkpoint_path", tmp_path, checkpoint=False)
+    assert code == 2 and "is a folder" in err
+    code, _, err = run("--random_weights", tmp_path / "c.json", checkpoint=False)
+    assert code == 2 and "c.json does not exist" in err
+
+
+def test_a_prompt_file_of_another_encoding_is_named(run, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes("naïve".encode("latin-1"))
+    code, out, err = run("--prompt_file", tmp_path / "latin1.txt")
+    assert code == 2 and "latin1.txt is no UTF-8" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
@@ -109,6 +134,29 @@ def test_zero_and_one_new_token(run):
     code, out, err = run("--prompt", "ab", "--max_new_tokens", 0)
     assert code == 0 and out.strip() == "" and "no decode step" in err
     assert run("--prompt", "ab", "--max_new_tokens", 1)[0] == 0
+
+
+def test_a_character_cut_by_the_last_token_is_not_shown(tiny_checkpoint, capsys):
+    tokenizer = load_tokenizer(tiny_checkpoint.parent)
+    ids = tokenizer.encode("a\N{SLIGHTLY SMILING FACE}")
+    for cut, text in ((0, "a\N{SLIGHTLY SMILING FACE}\n"), (1, "a\n"), (4, "a\n")):
+        assert generation.print_tokens(ids[:len(ids) - cut], tokenizer, frozenset()) == len(ids) - cut
+        assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("flags", [[], ["-q", "int4wo-64"], ["-q", "int8wo", "--assume_filled", "40"]])
+def test_the_seed_reaches_all_that_is_random(run, flags, tiny_checkpoint):
+    """Weights, the made-up prompt and assumed contents; greedy, so that sampling hides nothing."""
+    def tokens(seed: int, *more: str) -> str:
+        code, out, err = run("--random_weights", tiny_checkpoint.with_name("config.json"), *flags, *more,
+                             "--temperature", 0, "--max_new_tokens", 12, "--device", "cpu", "--seed", seed,
+                             checkpoint=False)
+        assert code == 0, err
+        return out
+    first = tokens(1)
+    torch.rand(5)  # what ran before must not matter
+    assert tokens(1) == first != tokens(2)
+    assert tokens(2 ** 64 - 1) != first
 
 
 def test_prompt_from_a_file(run, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OURS = {path.stem: path for path in ROOT.glob("*.py")}
-LEAVES = {"model", "kv_cache", "quantize", "tokenizer", "cpu_extension"}
+LEAVES = {"model", "kv_cache", "quantize", "tokenizer", "cpu_extension", "shell"}
 SCRIPTS = {name for name, path in OURS.items() if "__main__" in path.read_text(encoding="utf-8")}
 SCRIPTS -= {"quantize", "memory"}  # what they offer is used by others, too
 

@@ -8,7 +8,7 @@ from conftest import tiny_config, tiny_model
 from torch._dynamo.utils import counters
 
 from backends import fastest_cache
-from inference import Engine, check_limits, greedy, make_sampler
+from inference import COLDEST, Engine, check_limits, greedy, make_sampler
 from kv_cache import CacheSpec
 
 INT8 = CacheSpec.parse("int8", dtype=torch.float32)
@@ -112,6 +112,8 @@ def test_greedy_and_top_k_of_one_agree():
     assert torch.equal(make_sampler(0)(logits), greedy(logits))
     assert torch.equal(make_sampler(1.0, top_k=1)(logits), greedy(logits))
     assert torch.equal(make_sampler(1.0, top_p=1e-6)(logits), greedy(logits))
+    assert torch.equal(make_sampler(1e-300)(logits), greedy(logits))
+    assert torch.equal(make_sampler(COLDEST)(logits), greedy(logits))
 
 
 def test_sampling_follows_the_probabilities():
@@ -127,7 +129,9 @@ def test_sampling_follows_the_probabilities():
     torch.testing.assert_close(share, torch.tensor([0.685, 0.247, 0.062, 0.007]), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}])
+@pytest.mark.parametrize("options", [
+    {"temperature": -1}, {"temperature": float("nan")}, {"temperature": float("inf")},
+    {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}, {"top_p": float("nan")}])
 def test_bad_sampling_is_refused(options):
     with pytest.raises(ValueError, match="sampling"):
         make_sampler(**options)

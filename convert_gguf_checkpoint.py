@@ -6,6 +6,7 @@ Tensors are dequantized piece by piece (the `gguf` package), so memory stays sma
 keeps in interleaved order, are put back into the half-split order of Hugging Face.
 """
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from checkpoint_writer import (
     write_text,
 )
 from gguf_tokenizer import build_tokenizer, stop_ids, tokenizer_settings
-from model import ModelConfig, RopeScaling, rope_frequencies
+from model import ModelConfig, RopeScaling, refuse_pointer, rope_frequencies
 
 NAMES = (  # Hugging Face's name -> GGUF's, as replacements in this order
     ("model.embed_tokens.", "token_embd."), ("model.layers.", "blk."), ("model.norm.", "output_norm."),
@@ -33,6 +34,25 @@ NAMES = (  # Hugging Face's name -> GGUF's, as replacements in this order
     ("self_attn.v_proj.", "attn_v."), ("self_attn.o_proj.", "attn_output."), ("mlp.gate_proj.", "ffn_gate."),
     ("mlp.up_proj.", "ffn_up."), ("mlp.down_proj.", "ffn_down."), ("input_layernorm.", "attn_norm."),
     ("post_attention_layernorm.", "ffn_norm."))
+
+KEYS = {  # GGUF's key -> that of a config.json with the same meaning
+    "llama.embedding_length": "hidden_size", "llama.block_count": "num_hidden_layers",
+    "llama.attention.head_count": "num_attention_heads",
+    "llama.attention.head_count_kv": "num_key_value_heads", "llama.attention.key_length": "head_dim",
+    "llama.feed_forward_length": "intermediate_size", "llama.context_length": "max_position_embeddings",
+    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps", "llama.rope.freq_base": "rope_theta",
+    "llama.attention.sliding_window": "sliding_window", "llama.attention.scale": "attention_multiplier",
+    "llama.logit_scale": "logits_scaling", "llama.embedding_scale": "embedding_multiplier",
+    "llama.residual_scale": "residual_multiplier", "llama.attn_logit_softcapping": "attn_logit_softcapping",
+    "llama.final_logit_softcapping": "final_logit_softcapping",
+    "llama.attention.clamp_kqv": "clip_qkv"}
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+            "max_position_embeddings", "rms_norm_eps")
+HARMLESS = {  # or looked at elsewhere in this file
+    "llama.vocab_size", "llama.expert_count", "llama.expert_used_count", "llama.attention.value_length",
+    "llama.rope.dimension_count", "llama.rope.scaling.type", "llama.rope.scaling.factor",
+    "llama.rope.scale_linear", "llama.rope.scaling.original_context_length", "llama.rope.scaling.finetuned",
+    "llama.tensor_data_layout"}
 
 
 def gguf_name(name: str) -> str:
@@ -50,6 +70,7 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError("reading GGUF needs the gguf package: pip install gguf") from e
     if not path.is_file():
         raise ValueError(f"no file {path}")
+    refuse_pointer(path)
     try:
         reader = gguf.GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -60,33 +81,31 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> ModelConfig:
     """The architecture as metadata and tensors state it.  ValueError when it is not a Llama's."""
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"the architecture {architecture!r} is not supported; supported: llama")
+    for key, only in (("general.architecture", "llama"), ("general.type", "model")):
+        if metadata.get(key, only) != only:
+            raise ValueError(f"{key} {metadata[key]!r} is not supported; supported: {only}")
     if metadata.get("llama.expert_count", 0):
         raise ValueError("this is a mixture of experts, which is not supported; supported: dense llama")
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise ValueError("this file is one part of several; join them first (llama-gguf-split --merge)")
-    facts = {key: required(metadata, f"llama.{key}") for key in (
-        "embedding_length", "block_count", "attention.head_count", "feed_forward_length", "context_length",
-        "attention.layer_norm_rms_epsilon")}
-    n_heads, dim = facts["attention.head_count"], facts["embedding_length"]
-    kv_key = "llama.attention.head_count_kv"
     if "token_embd.weight" not in tensors:
         raise ValueError("the checkpoint lacks token_embd.weight; is this a vocabulary only?")
-    config = dict(
-        vocab_size=int(tensors["token_embd.weight"].shape[1]), dim=dim, n_layers=facts["block_count"],
-        n_heads=n_heads, n_kv_heads=required(metadata, kv_key) if kv_key in metadata else n_heads,
-        head_dim=metadata.get("llama.attention.key_length", dim // n_heads),
-        intermediate_size=facts["feed_forward_length"], max_position_embeddings=facts["context_length"],
-        norm_eps=float(f"{facts['attention.layer_norm_rms_epsilon']:.6g}"),  # stored as float32
-        rope_theta=float(f"{metadata.get('llama.rope.freq_base', 10000.0):.9g}"),
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
-    rotated = metadata.get("llama.rope.dimension_count", config["head_dim"])
-    if {rotated, metadata.get("llama.attention.value_length", rotated)} != {config["head_dim"]}:
-        raise ValueError(f"rotary or value width differs from head_dim {config['head_dim']}; not supported")
-    return ModelConfig(**config, rope_scaling=rope_scaling(metadata, tensors, ModelConfig(**config)))
+    facts = {theirs: required(metadata, ours) for ours, theirs in KEYS.items()
+             if ours in metadata or theirs in REQUIRED}
+    facts |= {key: value for key, value in metadata.items()  # those that ModelConfig does not know it names
+              if key.startswith("llama.") and key not in KEYS and key not in HARMLESS}
+    facts["vocab_size"] = int(tensors["token_embd.weight"].shape[1])
+    for key, digits in (("rms_norm_eps", ".6g"), ("rope_theta", ".9g")):  # stored as float32
+        if isinstance(facts.get(key), float):
+            facts[key] = float(f"{facts[key]:{digits}}")
+    plain = ModelConfig.from_dict({
+        **facts, "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors})
+    widths = [metadata.get(f"llama.{key}", plain.head_dim)
+              for key in ("rope.dimension_count", "attention.value_length")]
+    if widths != [plain.head_dim] * 2:
+        raise ValueError(f"rotary or value width differs from head_dim {plain.head_dim}; not supported")
+    return dataclasses.replace(plain, rope_scaling=rope_scaling(metadata, tensors, plain))
 
 
 def required(metadata: dict[str, Any], key: str) -> Any:
@@ -101,11 +120,12 @@ def required(metadata: dict[str, Any], key: str) -> Any:
 def rope_scaling(metadata: dict[str, Any], tensors: dict[str, Any],
                  plain: ModelConfig) -> RopeScaling | None:
     """`linear` stands in the metadata, `llama3` as the tensor rope_freqs.weight, a divisor per frequency."""
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    kind = metadata.get("llama.rope.scaling.type", "linear")  # files from before the key existed
     if kind not in ("none", "linear"):
         raise ValueError(f"rope scaling {kind!r} is not supported; supported: none, linear")
     factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0))
-    linear = RopeScaling("linear", factor) if factor not in (0.0, 1.0) else None
+    scaled = kind == "linear" and factor not in (0.0, 1.0)
+    linear = RopeScaling.from_dict({"type": "linear", "factor": factor}) if scaled else None
     if "rope_freqs.weight" not in tensors:
         return linear
     divisors = dequantize_rows(tensors["rope_freqs.weight"], 0, None).astype(np.float64)  # [D/2]
@@ -113,6 +133,8 @@ def rope_scaling(metadata: dict[str, Any], tensors: dict[str, Any],
         raise ValueError(f"rope_freqs.weight has {divisors.size} divisors for head_dim {plain.head_dim}")
     if np.allclose(divisors, 1):
         return linear
+    if linear:
+        raise ValueError("rope_freqs.weight together with linear rope scaling is not supported")
     return llama3_scaling(divisors, plain)
 
 
@@ -202,6 +224,7 @@ def convert(path: str | Path, folder: str | Path | None = None, dtype: str = "bf
     folder = Path(folder) if folder else path.with_suffix("")
     metadata, tensors = open_gguf(path)
     config = read_config(metadata, tensors)
+    print(config.notes, end="", file=sys.stderr)
     if folder == path:
         raise ValueError(f"{path} has no suffix to name the folder by; give --output_dir")
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ config.json decides everything.  Weights: safetensors or pytorch_model.bin, whol
 the index file.  Sources are memory-mapped and written tensor by tensor, one shard open at a time.
 """
 import argparse
-import json
 import pickle
 import re
 import sys
@@ -19,16 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint_writer import DTYPES, CheckpointWriter, check_tensors, checkpoint_parts, fused_dtypes
-from model import ModelConfig
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The folder's config.json; ValueError when it is not a LlamaForCausalLM."""
-    config = ModelConfig.from_json(folder / "config.json")
-    architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-    if architectures and "LlamaForCausalLM" not in architectures:
-        raise ValueError(f"{folder} holds a {', '.join(architectures)}; supported: LlamaForCausalLM")
-    return config
+from model import ModelConfig, read_json, refuse_pointer, shown
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -37,16 +27,26 @@ def find_shards(folder: Path) -> list[Path]:
         single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
         if single.is_file():
             return [single]
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        else:
-            names = numbered_shards(folder, stem, suffix)
-        missing = [name for name in names if not (folder / name).is_file()]
+        names = indexed_shards(index) if index.is_file() else numbered_shards(folder, stem, suffix)
+        there = {path.name for path in folder.iterdir() if path.is_file()}
+        missing = [name if name.isprintable() else repr(name) for name in names if name not in there]
         if missing:
-            raise ValueError(f"{folder} lacks the shard {', '.join(missing)}; fetch it and convert again")
+            raise ValueError(f"{folder} lacks the shard {', '.join(missing[:4])}; fetch it and convert again")
         if names:
             return [folder / name for name in names]
     raise ValueError(f"no weights in {folder}; expected model*.safetensors or pytorch_model*.bin")
+
+
+def indexed_shards(index: Path) -> list[str]:
+    """The names, in its own folder, that an index (model.safetensors.index.json) lists; ValueError else."""
+    homes = read_json(index).get("weight_map")  # name of a tensor -> name of its file
+    names = list(homes.values()) if isinstance(homes, dict) else []
+    wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if wrong or not names:
+        found = shown(wrong[0] if wrong else homes)
+        raise ValueError(f"{index}: weight_map holds {found}; expected an object of tensor names and file "
+                         "names in this folder; fetch the index again")
+    return sorted(set(names))
 
 
 def numbered_shards(folder: Path, stem: str, suffix: str) -> list[str]:
@@ -61,12 +61,17 @@ def numbered_shards(folder: Path, stem: str, suffix: str) -> list[str]:
 
 def read_shard(path: Path) -> dict[str, Tensor]:
     """The tensors of one file, memory-mapped, so that nothing is read before it is used."""
+    refuse_pointer(path)
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as f:
                 return {name: f.get_tensor(name) for name in f.keys()}
         # Files from before torch 1.6 are no zip and cannot be mapped.
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
+                                                  for name, value in state.items()):
+            raise pickle.UnpicklingError("not only tensors")
+        return state
     except pickle.UnpicklingError as e:  # torch's own message advises to load it unsafely
         raise ValueError(f"{path} is damaged or holds more than tensors; fetch safetensors") from e
     except (SafetensorError, RuntimeError, EOFError) as e:
@@ -109,7 +114,8 @@ def convert(folder: str | Path, dtype: torch.dtype | None = None) -> Path:
     or its weights are not what its config.json says.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = ModelConfig.from_json(folder / "config.json")
+    print(config.notes, end="", file=sys.stderr)
     shards = find_shards(folder)
     found_dtypes = survey(shards, config)
     parts = checkpoint_parts(config)

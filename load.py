@@ -6,6 +6,7 @@ full-precision weights of one layer are all that ever stands beside the packed o
 """
 import ctypes
 import mmap
+import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import quantize
 from cpu_extension import HugePages, separate_allocations
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, refuse_pointer
 
 Progress = Callable[[Iterable], Iterable]  # such as tqdm; shows how far a loop is
 MakeLinear = Callable[..., nn.Module]  # such as quantize.linear
@@ -38,11 +39,18 @@ class CheckpointSource:
         self.packed, self.scheme = stored is not None, stored or quantization
 
     def _open(self) -> dict:
+        refuse_pointer(self.path)
         try:
-            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            if isinstance(state, dict) and all(isinstance(key, str) for key in state) \
+                    and all(isinstance(state[key], Tensor) for key in state if key != quantize.SCHEME_KEY):
+                return state
+            reason = "it holds more than named tensors"
+        except pickle.UnpicklingError:  # torch's own message advises to load it unsafely
+            reason = "it holds more than tensors"
         except (RuntimeError, OSError) as e:
             reason = str(e).splitlines()[0]
-            raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}") from e
+        raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}")
 
     def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         prefix = f"{name}."

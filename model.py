@@ -8,8 +8,10 @@ is asked for both at once.
 """
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +27,25 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"rope scaling: high_freq_factor {self.high_freq_factor} must be more than "
+                             f"low_freq_factor {self.low_freq_factor}; correct them or fetch the file again")
+
     @classmethod
     def from_dict(cls, d: dict | None) -> "RopeScaling | None":
         """From config.json's `rope_scaling` or `rope_parameters`; None when nothing is scaled."""
-        kind = (d or {}).get("rope_type", (d or {}).get("type", "default"))
-        if kind in ("default", None):
-            return None
-        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor",
-                                                   "original_max_position_embeddings"]}
-        if kind not in needed:
-            raise ValueError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
-        missing = [name for name in needed[kind] if name not in d]
-        if missing:
-            raise ValueError(f"rope scaling {kind!r} in config.json lacks {', '.join(missing)}")
-        return cls(kind, **{name: d[name] for name in needed[kind]})
+        d = d or {}
+        kind = next((d[key] for key in ("rope_type", "type") if d.get(key) is not None), "default")
+        if not isinstance(kind, str) or kind not in ROPE_KINDS:
+            raise ValueError(f"rope_type {shown(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        needed = ROPE_KINDS[kind]
+        other = [key for key in d if d[key] and key not in ROPE_BESIDE and key not in needed]
+        if other:
+            raise ValueError(f"rope_type {shown(kind)} does not take {shown(other[0])}; "
+                             f"it takes: {', '.join(needed) or 'nothing'}")
+        fields = read_keys(d, {key: ROPE_KEYS[key] for key in needed}, needed)
+        return cls(kind, **fields) if needed else None
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,12 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    unknown_keys: tuple[str, ...] = field(default=(), compare=False)  # of the file; they were not read
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads are no multiple of {self.n_kv_heads} kv heads")
+            raise ValueError(f"num_attention_heads {self.n_heads} is no multiple of "
+                             f"num_key_value_heads {self.n_kv_heads}; correct them or fetch the file again")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
@@ -71,37 +80,39 @@ class ModelConfig:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"no config at {path}; a checkpoint needs its config.json beside it")
+        adapter = path.with_name("adapter_config.json")
+        if adapter.is_file():
+            raise ValueError(f"{adapter}: adapters are not supported; merge it into the weights (peft's "
+                             "merge_and_unload), or move it away to run the model without it")
+        contents = read_json(path)
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, ValueError) as e:
+            return cls.from_dict(contents)
+        except (ValueError, RecursionError) as e:  # the latter in deeply nested values
             raise ValueError(f"{path}: {e}") from e
 
     @classmethod
     def from_dict(cls, d: dict) -> "ModelConfig":
         """From the contents of a config.json (`model_type` llama).  ValueError names what is unsupported."""
-        if d.get("model_type", "llama") != "llama":
-            raise ValueError(f"model_type {d['model_type']!r} is not supported; supported: llama")
-        if d.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {d['hidden_act']!r} is not supported; supported: silu")
-        required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                    "intermediate_size")
-        missing = [name for name in required if name not in d]
-        if missing:
-            raise ValueError(f"config lacks {', '.join(missing)}")
-        dim, n_heads = d["hidden_size"], d["num_attention_heads"]
-        head_dim = d.get("head_dim") or dim // n_heads
-        if not d.get("head_dim") and dim % n_heads:
-            raise ValueError(f"hidden_size {dim} is no multiple of {n_heads} heads and head_dim is not given")
-        rope = d.get("rope_parameters") or d.get("rope_scaling") or {}
-        return cls(
-            vocab_size=d["vocab_size"], dim=dim, n_layers=d["num_hidden_layers"], n_heads=n_heads,
-            n_kv_heads=d.get("num_key_value_heads") or n_heads, head_dim=head_dim,
-            intermediate_size=d["intermediate_size"], norm_eps=d.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", d.get("rope_theta", 10000.0))),
-            rope_scaling=RopeScaling.from_dict(rope),
-            max_position_embeddings=d.get("max_position_embeddings", 2048),
-            tie_word_embeddings=d.get("tie_word_embeddings", False),
-            attention_bias=d.get("attention_bias", False), mlp_bias=d.get("mlp_bias", False))
+        refuse_other_families(d)
+        rope = rope_of(d)
+        flat = d | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")
+                    if rope.get(key) is not None}  # those inside go first
+        fields = read_keys(flat, KEYS, REQUIRED)
+        refuse_unsupported(flat, fields["max_position_embeddings"])
+        dim, n_heads = fields["dim"], fields["n_heads"]
+        if fields["head_dim"] is None and dim % n_heads:
+            raise ValueError(f"hidden_size {dim} is no multiple of num_attention_heads {n_heads}; "
+                             "give head_dim or correct them")
+        fields["head_dim"] = fields["head_dim"] or dim // n_heads
+        fields["n_kv_heads"] = fields["n_kv_heads"] or n_heads
+        unknown = tuple(key for key in d if d[key] and key not in {*KEYS, *NEUTRAL, *HARMLESS})
+        return cls(**fields, rope_scaling=RopeScaling.from_dict(rope), unknown_keys=unknown)
+
+    @property
+    def notes(self) -> str:
+        """A line on the keys of the file that were not read; empty when there are none."""
+        names = ", ".join(key if key.isidentifier() else shown(key) for key in self.unknown_keys)
+        return f"note: the config's {names} is not known here and not used\n" if names else ""
 
     def to_dict(self) -> dict:
         """The same facts as the contents of a Hugging Face config.json."""
@@ -234,3 +245,147 @@ class Transformer(nn.Module):
         """
         x = self.hidden(tokens, start)
         return self.lm_head(x if all_logits else x[:, -1])
+
+
+# ---- What a config.json may hold
+
+class Key(NamedTuple):
+    """What a key may hold: true or false, or a number from `lowest` to `highest`; null means `default`."""
+    field: str  # of the dataclass
+    kind: type
+    lowest: float = 1
+    highest: float = 1 << 24  # a larger size is no model of today, but a damaged file
+    default: object = None
+
+
+KEYS = {
+    "vocab_size": Key("vocab_size", int), "hidden_size": Key("dim", int),
+    "num_hidden_layers": Key("n_layers", int, highest=4096), "num_attention_heads": Key("n_heads", int),
+    "num_key_value_heads": Key("n_kv_heads", int), "head_dim": Key("head_dim", int),
+    "intermediate_size": Key("intermediate_size", int), "rms_norm_eps": Key("norm_eps", float, 0, 1, 1e-6),
+    "rope_theta": Key("rope_theta", float, 1, 1e30, 10000.0),
+    "max_position_embeddings": Key("max_position_embeddings", int, default=2048),
+    "tie_word_embeddings": Key("tie_word_embeddings", bool, default=False),
+    "attention_bias": Key("attention_bias", bool, default=False),
+    "mlp_bias": Key("mlp_bias", bool, default=False)}
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+# Of rope_scaling or rope_parameters: what each kind needs, and what may stand beside it.
+ROPE_KEYS = {
+    "factor": Key("factor", float, 1, 1e6), "low_freq_factor": Key("low_freq_factor", float, 0, 1e6),
+    "high_freq_factor": Key("high_freq_factor", float, 0, 1e6),
+    "original_max_position_embeddings": Key("original_max_position_embeddings", int)}
+ROPE_KINDS = {"default": (), "linear": ("factor",), "llama3": tuple(ROPE_KEYS)}
+ROPE_BESIDE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
+# Keys that change the result and are not computed here -> the values, besides null, that change nothing.
+NEUTRAL = {
+    "add_cross_attention": (False,), "attention_multiplier": (), "attn_logit_softcapping": (0,),
+    "clip_qkv": (), "compression_config": ({},), "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,), "is_encoder_decoder": (False,), "logit_scale": (1,),
+    "logits_scaling": (1,), "num_experts": (0,), "num_local_experts": (0,), "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,), "qk_norm": (False,), "quantization_config": ({},),
+    "query_pre_attn_scalar": (), "residual_multiplier": (1,), "rope_interleave": (False,),
+    "rope_interleaved": (False,), "use_qk_norm": (False,)}
+
+# Keys that leave the logits as they are, or are looked at elsewhere in this file.  (pretraining_tp cuts sums
+# into parts: rounding only.)
+HARMLESS = frozenset("""
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id do_sample
+    dtype early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id hidden_act
+    id2label initializer_range label2id layer_types length_penalty max_length max_window_layers min_length
+    model_type num_beams num_return_sequences output_attentions output_hidden_states pad_token_id prefix
+    pretraining_tp problem_type pruned_heads repetition_penalty return_dict rope_parameters rope_scaling
+    sep_token_id sliding_window temperature top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_cache use_sliding_window""".split())
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+
+def read_keys(d: dict, keys: dict[str, Key], required: Iterable[str]) -> dict[str, object]:
+    """The fields that `keys` describe, from d or their defaults.  ValueError names the first bad key."""
+    fields = {}
+    for name, key in keys.items():
+        value = d.get(name)
+        if value is None and name not in required:
+            fields[key.field] = key.default
+            continue
+        numbers = (int, float) if key.kind is float else key.kind
+        valid = isinstance(value, numbers) and isinstance(value, bool) == (key.kind is bool)
+        if not valid or not (key.kind is bool or key.lowest <= value <= key.highest):  # NaN is in no range
+            what = {int: "an integer", float: "a number"}.get(key.kind)
+            expected = f"{what} from {key.lowest} to {key.highest}" if what else "true or false"
+            found = shown(value) if name in d else "missing"
+            raise ValueError(f"{name} is {found}; expected {expected}; correct it or fetch the file again")
+        fields[key.field] = key.kind(value)
+    return fields
+
+
+def rope_of(d: dict) -> dict:
+    """The older `rope_scaling` or the newer `rope_parameters` of a config.json, {} without."""
+    rope = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = d.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{key} is {shown(value)}; expected an object or null; fetch the file again")
+        if value and rope and value != rope:
+            raise ValueError("rope_scaling and rope_parameters differ; keep the one that is right")
+        rope = value or rope
+    return rope
+
+
+def refuse_other_families(d: dict) -> None:
+    """ValueError unless a config.json is that of a LlamaForCausalLM, as far as it says."""
+    for key, only in (("model_type", "llama"), ("hidden_act", "silu")):
+        if d.get(key, only) != only:
+            raise ValueError(f"{key} {shown(d[key])} is not supported; supported: {only}")
+    classes, only = d.get("architectures") or ["LlamaForCausalLM"], "LlamaForCausalLM"
+    if not isinstance(classes, list) or only not in classes:
+        found = shown(classes[0] if isinstance(classes, list) else classes)
+        raise ValueError(f"architectures: {found} is not supported; expected a list with {only}")
+
+
+def refuse_unsupported(d: dict, longest: int) -> None:
+    """ValueError names a key whose value changes the result and is not computed here; longest: context."""
+    refused = [key for key, neutral in NEUTRAL.items() if d.get(key) is not None and d[key] not in neutral]
+    window, layers = d.get("sliding_window"), d.get("layer_types") or []
+    if window is not None and d.get("use_sliding_window") is not False:
+        refused += ["sliding_window"] * (not isinstance(window, int) or window < longest)
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        refused.append("layer_types")
+    if refused:
+        key, value, remedy = refused[0], d[refused[0]], "take a checkpoint without it"
+        if key in ("quantization_config", "compression_config"):
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            value, remedy = {"quant_method": method}, "take the original weights of 16 or 32 bits"
+        raise ValueError(f"{key} {shown(value)} is not supported and would change the result; {remedy}")
+
+
+def shown(value: object) -> str:
+    """A value of a JSON file for a message: short, in one line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refuse_pointer(path: Path) -> None:
+    """ValueError when a file cannot be read, or is only what Git LFS leaves in its place."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except OSError as e:
+        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
+    if start == LFS_POINTER:
+        raise ValueError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull` in its repository")
+
+
+def read_json(path: Path) -> dict:
+    """The object that a JSON file holds.  ValueError, with the path, when it holds anything else."""
+    refuse_pointer(path)
+    try:
+        contents = json.loads(path.read_bytes())
+        if not isinstance(contents, dict):
+            raise ValueError(f"{shown(contents)}; expected an object")
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no JSON that can be read ({e}); fetch it again") from e
+    return contents

@@ -135,7 +135,10 @@ def named_specs(args: argparse.Namespace) -> dict[str, CacheSpec]:
         kind, _, axis = name.partition(":")
         one.kv_cache_quantization = None if name == BASELINE else kind
         one.kv_quant_axis = axis or args.kv_quant_axis
-        specs[name] = backends.cache_spec(one)
+        try:
+            specs[name] = backends.cache_spec(one)
+        except ValueError as e:
+            raise ValueError(f"--compare {name!r}: {e}") from e
     return specs
 
 

@@ -24,10 +24,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-# What a converter has to carry along so that load_tokenizer works in the new folder.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-                   "added_tokens.json", "chat_template.jinja")
-
 # Ends of a text or a turn, as model families call them; they stop generation where the vocabulary has them.
 STOP_TOKENS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>",
                "<|end|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>")
@@ -48,20 +44,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if path is None:
         raise ValueError(f"no tokenizer in {folder}: copy its tokenizer.json or tokenizer.model there")
     config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    names = _read_json(folder / "added_tokens.json")
-    added = {i: {"content": name, "special": True} for name, i in names.items()}
-    added |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+    names = _read_json(folder / "added_tokens.json", _ID)
+    added = {i: {"content": name, "special": True} for name, i in names.items() if i is not None}
+    added |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
     ends = {_content(config.get(key)) for key in ("bos_token", "eos_token")} - {None}
     data = path.read_bytes()
-    kind = _sniff(data)
-    if kind == "json":
-        codec: Codec = JsonCodec(_read_json(path), ends)
-    elif kind == "tiktoken":
-        codec = TiktokenCodec(data, added)
-    elif kind == "sentencepiece":
-        codec = SentencePieceCodec(data, added, ends)
-    else:
+    makers = {"json": lambda: JsonCodec(_read_json(path), ends), "tiktoken": lambda: TiktokenCodec(data, added),
+              "sentencepiece": lambda: SentencePieceCodec(data, added, ends)}
+    if (kind := _sniff(data)) not in makers:
         raise ValueError(f"{path} {kind}")
+    try:
+        codec = makers[kind]()
+    except ValueError:
+        raise
+    except Exception as error:  # of the packages, some of them bare; of the code below on wrong types
+        raise ValueError(f"{path} cannot be read, fetch it again: {error!r}") from error
     stops = [_read_json(folder / name).get("eos_token_id")
              for name in ("tokenizer_config.json", "config.json", "generation_config.json")]
     return Tokenizer(codec, config, _read_template(folder, config), stops)
@@ -86,9 +83,8 @@ class Tokenizer:
         self._template_names = {key: name for key, name in names.items() if name}
         found = {self.special[n] for n in (*STOP_TOKENS, names["eos_token"]) if n in self.special}
         listed = [i for stop in stops for i in (stop if isinstance(stop, list) else [stop])]
-        # Some config.json files say -1 for none.
-        self.stop_ids = frozenset({*found, *(i for i in listed if isinstance(i, int) and i >= 0)})
-        pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)"
+        self.stop_ids = frozenset({*found, *listed} - {None, -1})  # some config.json files say -1 for none
+        pattern = "|".join(re.escape(n) for n in sorted(self.special, key=len, reverse=True) if n) or "(?!)"
         self._special_pattern = re.compile(f"({pattern})")
         self._lookalike = re.compile(f"(?=(?:{pattern}))(.)", re.DOTALL)
 
@@ -114,7 +110,7 @@ class Tokenizer:
         # trim and cut the text as it likes), and mended once the template's own special tokens are found.
         wedge = str(10**30 + secrets.randbelow(10**30))
         guarded = _map_strings(messages, lambda text: self._lookalike.sub(rf"\g<1>{wedge}", _whole(text)))
-        text = self._render(guarded, add_generation_prompt)
+        text = _whole(self._render(guarded, add_generation_prompt))
         parts = [part.replace(wedge, "") if isinstance(part, str) else part for part in self._split(text)]
         ids = self.codec.encode(parts)
         return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
@@ -125,13 +121,11 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         template = self._compiled_template
-        from jinja2 import TemplateError
-
         try:
             return template.render(messages=messages, tools=None, documents=None,
                                    add_generation_prompt=add_generation_prompt, **self._template_names)
-        except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program, it may raise anything
+            raise ValueError(f"the model's chat template refuses these messages: {error!r}") from error
 
     @cached_property
     def _compiled_template(self) -> Any:
@@ -158,8 +152,9 @@ class Tokenizer:
         source = re.sub(r"(?<=\{%)(-?\s*)endgeneration(?=\s*-?%\})", r"\1endif", source)
         try:
             return env.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"cannot read the model's chat template, fetch it again: {error}") from error
+        except Exception as error:  # jinja2's, and Python's on the code that jinja2 makes
+            raise ValueError("cannot read chat_template (of chat_template.jinja or tokenizer_config.json), "
+                             f"fetch it again: {error!r}") from error
 
 
 class TextStream:
@@ -233,10 +228,7 @@ class JsonCodec:
         self._hide_in_model(spec["model"])
         # A stored truncation would cut prompts in silence; BOS is put in front by Tokenizer.
         spec |= {"truncation": None, "padding": None, "post_processor": None}
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
-        except Exception as error:  # the package raises bare Exception
-            raise ValueError(f"cannot read tokenizer.json, fetch it again: {error}") from error
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:
         text = "".join(part if isinstance(part, str) else self._name(part) for part in parts)
@@ -281,10 +273,7 @@ class SentencePieceCodec:
         """added: added_tokens_decoder of tokenizer_config.json; ends: names of BOS and EOS."""
         from sentencepiece import SentencePieceProcessor
 
-        try:
-            self._sp = sp = SentencePieceProcessor(model_proto=data)
-        except RuntimeError as error:
-            raise ValueError("tokenizer.model is a damaged sentencepiece model: fetch it again") from error
+        self._sp = sp = SentencePieceProcessor(model_proto=data)
         size = sp.vocab_size()
         # Symbols of the user-defined type match in any text, and the package does not tell which they are.
         defined = re.compile(r"<\|[^\s|]+\|>")
@@ -418,24 +407,34 @@ def _first_of_template(processor: dict[str, Any] | None) -> str | None:
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's chat_template: a string, or a list's default."""
+    """chat_template.jinja, else the default one of tokenizer_config.json's chat_template."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict) and "default" not in template:
-        raise ValueError(f"{folder} has the chat templates {sorted(template)}: name one of them default")
-    return template["default"] if isinstance(template, dict) else template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is no file."""
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON, fetch it again: {error}") from error
+        return path.read_text(encoding="utf-8") if path.is_file() else _default(config.get("chat_template"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8, fetch it again: {error}") from error
+
+
+def _default(template: Any) -> Any:
+    """A chat_template, or of several, in a list or by name, the default one."""
+    if isinstance(template, list):
+        template = {str(e.get("name")): e.get("template") for e in template if isinstance(e, dict)}
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _read_json(path: Path, every: tuple | None = None) -> dict[str, Any]:
+    """The object in a JSON file, {} when there is no file; its entries pass `every`, or those of _TESTS."""
+    data = path.read_bytes() if path.is_file() else b"{}"
+    if (kind := _sniff(data)) != "json":
+        raise ValueError(f"{path} {kind if 'LFS' in kind else 'holds no JSON object: fetch it again'}")
+    try:
+        entries = json.loads(data)
+        for key, (test, expected) in (dict.fromkeys(entries, every) if every else _TESTS).items():
+            if entries.get(key) is not None and not test(entries[key]):
+                raise ValueError(f"{key} is {json.dumps(entries[key]):.60}, expected {expected}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read, fetch it again: {error}") from error
+    return entries
 
 
 def _content(token: Any) -> str | None:
@@ -455,3 +454,17 @@ def _map_strings(value: Any, change: Any) -> Any:
 def _whole(text: str) -> str:
     """Text with U+FFFD for lone surrogates (a shell argument that was no UTF-8), which no tokenizer takes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# What the JSON files may hold, beside null: a test, and what it expects.
+_ID = (lambda v: type(v) is int and 0 <= v < 1 << 31, "an id")
+_TESTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{f"{name}_token": (lambda v: isinstance(_content(v), str), "a string or an object with a content")
+       for name in ("bos", "eos", "unk", "pad")},
+    "add_bos_token": (lambda v: isinstance(v, bool), "true or false"),
+    "added_tokens_decoder": (lambda v: isinstance(v, dict) and all(
+        re.fullmatch("[0-9]{1,9}", i) and isinstance(e, dict) and isinstance(e.get("content"), str)
+        for i, e in v.items()), "objects with a content, by id"),
+    "chat_template": (lambda v: isinstance(_default(v), str), "a string, or several by name and one default"),
+    "eos_token_id": (lambda v: all(i == -1 or _ID[0](i) for i in (v if isinstance(v, list) else [v])),
+                     "an id or a list of ids")}

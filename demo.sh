@@ -4,6 +4,18 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 ./setup.sh requirements.txt requirements-gguf.txt
-[ $# -gt 0 ] || set -- --chat --prompt "What is the capital of France?" --temperature 0
-exec .venv/bin/python generate.py --checkpoint_path checkpoints/SmolLM2-135M-Instruct/model.pth \
-  --kv_cache_quantization int8 "$@"
+run=(.venv/bin/python generate.py --checkpoint_path checkpoints/SmolLM2-135M-Instruct/model.pth
+  --kv_cache_quantization int8)
+[ $# -eq 0 ] || exec "${run[@]}" "$@"
+
+result=$(mktemp)
+trap 'rm -f "$result"' EXIT
+"${run[@]}" --chat --prompt "What is the capital of France?" --temperature 0 --write_result "$result"
+.venv/bin/python - "$result" <<'END' >&2
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    row = json.loads(file.readline())
+print(f"That was {row['decode_tokens_per_s']:.0f} tokens/s.  Next, a chat:  ./demo.sh --interactive")
+END

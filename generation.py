@@ -238,7 +238,9 @@ def chat_turns(engine: Engine, job: Job) -> None:
         said = job.tokenizer.decode(reply).strip().rstrip("\ufffd")  # of a character cut by --max_new_tokens
         messages.append({"role": "assistant", "content": said})
         held = ids + reply[:-1]  # the last token was sampled, not fed
-        print(f"[{len(ids) - same} tokens fed, {same} kept, {len(reply)} new]", file=sys.stderr)
+        rate = report.decode_rate(engine.timing)
+        speed = f", {rate:.1f} tokens/s" if rate else ""
+        print(f"[{len(ids) - same} tokens fed, {same} kept, {len(reply)} new{speed}]", file=sys.stderr)
 
 
 def tee(tokens: Iterable[int], into: list[int]) -> Iterable[int]:

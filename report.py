@@ -66,6 +66,11 @@ def model_bytes(model: nn.Module) -> dict[str, int]:
             "kv_scales": scales, "mask": 0 if mask is None else mask.nbytes}
 
 
+def decode_rate(timing: Timing) -> float | None:
+    """Tokens per second of the decode steps; None when there was none."""
+    return timing.decode_steps / timing.decode_s if timing.decode_steps else None
+
+
 def speeds(engine: Engine, timings: list[Timing], parts: dict[str, int]) -> dict:
     """Tokens and bytes per second, medians over samples.  A step reads all weights (of the embedding one row,
     unless it is the output layer too) and the filled share of the cache."""
@@ -75,7 +80,7 @@ def speeds(engine: Engine, timings: list[Timing], parts: dict[str, int]) -> dict
         per_step += parts["embedding"]
     filled = middle.depth + middle.decode_steps / 2
     per_step += (parts["kv_cache"] + parts["kv_scales"]) * filled / engine.cache_size
-    rate = middle.decode_steps / middle.decode_s if middle.decode_steps else None
+    rate = decode_rate(middle)
     return {
         "prefill_tokens_per_s": middle.fed / middle.prefill_s,
         "time_to_first_token_s": middle.time_to_first_token_s,

@@ -118,7 +118,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for a person: 76 MB, 1.25 GB."""
+    """Bytes for a person: 39 kB, 76 MB, 1.25 GB."""
     if nbytes < 1e9:
-        return f"{nbytes / 1e6:.0f} MB"
+        return f"{nbytes / 1e6:.0f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
     return f"{nbytes / 1e9:.{2 if nbytes < 1e10 else 1}f} GB"

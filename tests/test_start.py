@@ -89,5 +89,5 @@ def test_errors_are_one_line(capsys):
 
 
 def test_sizes_for_a_person():
-    assert [shell.size(n) for n in (0, 76_400_000, 1_254_000_000, 33_310_000_000)] == [
-        "0 MB", "76 MB", "1.25 GB", "33.3 GB"]
+    assert [shell.size(n) for n in (39_000, 76_400_000, 1_254_000_000, 33_310_000_000)] == [
+        "39 kB", "76 MB", "1.25 GB", "33.3 GB"]

@@ -29,9 +29,10 @@ def find_shards(folder: Path) -> list[Path]:
             return [single]
         names = indexed_shards(index) if index.is_file() else numbered_shards(folder, stem, suffix)
         there = {path.name for path in folder.iterdir() if path.is_file()}
-        missing = [name if name.isprintable() else repr(name) for name in names if name not in there]
+        missing = [shown(name) for name in names if name not in there]
         if missing:
-            raise ValueError(f"{folder} lacks the shard {', '.join(missing[:4])}; fetch it and convert again")
+            listed = f" that weight_map in {index.name} lists" if index.is_file() else ""
+            raise ValueError(f"{folder} lacks {', '.join(missing[:4])}{listed}; fetch it and convert again")
         if names:
             return [folder / name for name in names]
     raise ValueError(f"no weights in {folder}; expected model*.safetensors or pytorch_model*.bin")

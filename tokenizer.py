@@ -49,16 +49,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     added |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
     ends = {_content(config.get(key)) for key in ("bos_token", "eos_token")} - {None}
     data = path.read_bytes()
-    makers = {"json": lambda: JsonCodec(_read_json(path), ends), "tiktoken": lambda: TiktokenCodec(data, added),
-              "sentencepiece": lambda: SentencePieceCodec(data, added, ends)}
-    if (kind := _sniff(data)) not in makers:
+    make = {"json": lambda: JsonCodec(_read_json(path), ends), "tiktoken": lambda: TiktokenCodec(data, added),
+            "sentencepiece": lambda: SentencePieceCodec(data, added, ends)}
+    if (kind := _sniff(data)) not in make:
         raise ValueError(f"{path} {kind}")
     try:
-        codec = makers[kind]()
-    except ValueError:
-        raise
-    except Exception as error:  # of the packages, some of them bare; of the code below on wrong types
-        raise ValueError(f"{path} cannot be read, fetch it again: {error!r}") from error
+        codec = make[kind]()
+    except Exception as error:  # the packages raise bare ones, the code below others, on wrong types
+        reason = str(error) if str(error).isprintable() else repr(error)
+        raise ValueError(f"{path} cannot be used ({reason}); fetch it again or take another model") from error
     stops = [_read_json(folder / name).get("eos_token_id")
              for name in ("tokenizer_config.json", "config.json", "generation_config.json")]
     return Tokenizer(codec, config, _read_template(folder, config), stops)
@@ -209,7 +208,7 @@ class JsonCodec:
         import tokenizers
 
         if "vocab" not in (spec.get("model") or {}):
-            raise ValueError("tokenizer.json holds no vocabulary: fetch it again")
+            raise ValueError("it holds no vocabulary")
         self.bos, self.eos = _first_of_template(spec.get("post_processor")), None
         vocab = spec["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
@@ -327,10 +326,10 @@ class TiktokenCodec:
         try:
             ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         except ValueError as error:
-            raise ValueError("tokenizer.model has a line that is no 'base64 rank', fetch it again") from error
+            raise ValueError("it has a line that is no 'base64 rank'") from error
         size = len(ranks)
         if sorted(ranks.values()) != list(range(size)) or any(bytes([b]) not in ranks for b in range(256)):
-            raise ValueError(f"tokenizer.model has {size} ranks with gaps or bytes missing: fetch it again")
+            raise ValueError(f"it has {size} ranks, with gaps or bytes missing")
         self.special = {token["content"]: i for i, token in added.items() if i >= size}
         self.special = self.special or {name: size + i for i, name in enumerate(LLAMA3_SPECIAL)}
         self.vocab_size = 1 + max(self.special.values())
@@ -381,8 +380,8 @@ def _decoder_style(spec: dict[str, Any]) -> tuple[dict[str, int] | None, bool]:
         return None, step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
     if "ByteFallback" in kinds or spec["model"].get("byte_fallback"):
         return None, kinds.get("Strip", {}).get("start", 0) > 0
-    raise ValueError(f"tokenizer.json has the decoder {'+'.join(map(str, kinds))}: only ByteLevel, Metaspace "
-                     "and ByteFallback, those of Llama-like models, are read; use such a model")
+    raise ValueError(f"it has the decoder {'+'.join(map(str, kinds))}; only ByteLevel, Metaspace "
+                     "and ByteFallback, those of Llama-like models, are read")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -431,9 +430,10 @@ def _read_json(path: Path, every: tuple | None = None) -> dict[str, Any]:
         entries = json.loads(data)
         for key, (test, expected) in (dict.fromkeys(entries, every) if every else _TESTS).items():
             if entries.get(key) is not None and not test(entries[key]):
-                raise ValueError(f"{key} is {json.dumps(entries[key]):.60}, expected {expected}")
+                found = f"{json.dumps(key):.60} is {json.dumps(entries[key]):.60}"
+                raise ValueError(f"{found}, expected {expected}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read, fetch it again: {error}") from error
+        raise ValueError(f"{path}: {error}; fetch it again") from error
     return entries
 
 

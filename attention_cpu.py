@@ -43,7 +43,7 @@ def _attend_fake(start: Tensor, q: Tensor, *rest: object) -> Tensor:
 def load() -> str:
     """Build the extension if need be and load it, once a process.  "" if it can be used, else why not."""
     headers = ("attention_cpu.h", "cpu_vector.h", "attention_cpu_packed.h", "attention_cpu_int8.h",
-               "attention_cpu_tile.h", "cpu_operators.h")
+               "attention_cpu_avx2.h", "attention_cpu_tile.h", "cpu_operators.h")
     if reason := build_and_load("attention_cpu", _units(), headers):
         return f"{reason}, so attention takes the plain PyTorch path"
     torch.library.register_fake("gpt_long_cpu::write", lambda *_: None)

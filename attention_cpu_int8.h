@@ -47,12 +47,13 @@ INLINE void across(const char* rows, int64_t stride, Eight out[4]) {
 struct Int8 {
   static constexpr bool kMeetsPacked = true;  // 4-bit rows are met as they are stored
   static constexpr int kRun = 4;
+  static bool meets_values(int64_t strong, int64_t) { return strong == 8; }
   template <int NQ> static void scores(Tile& t, const float* q, int64_t D, void* out);
   // Where value d of an output ends up.
   static int64_t place(int64_t d) { return (d & ~63) + (d >> 2 & 3) * 16 + (d >> 4 & 3) * 4 + (d & 3); }
 
   // D high bytes, D low ones, and what 128 too many in every key add, in the place of D floats.
-  static void store_query(const int32_t* q, int64_t D, float* out) {
+  static void store_query(const int32_t* q, int64_t D, int64_t, float* out) {
     auto* bytes = (int8_t*)out;
     int32_t sum = 0;
     for (int64_t d = 0; d < D; d++) {
@@ -281,13 +282,14 @@ template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, float
   }
 }
 
-#else
+#elif !defined(__AVX2__)  // attention_cpu_avx2.h has them with AVX2
 struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds two neighbours
   typedef I Sum;
   typedef int32_t Score;
   typedef int16_t Query;
   typedef int8_t Stored;
   static constexpr bool kMeetsPacked = false;  // 4-bit rows become int8 rows first
+  static bool meets_values(int64_t, int64_t) { return false; }
   static constexpr int kValues = 2 * W, kRun = 16;
   struct Chunk { S x; };
   static Chunk load_chunk(const char* row) { return {widen(row)}; }
@@ -295,7 +297,7 @@ struct Int8 {  // bytes become 16 bits wide: one instruction multiplies and adds
   static void settle(Chunk& c) { SETTLE(c.x); }
   static Sum add(Sum sum, Chunk k, Chunk q) { return dot(sum, k.x, q.x); }
   static int64_t place(int64_t d) { return d; }
-  static void store_query(const int32_t* q, int64_t D, float* out) {
+  static void store_query(const int32_t* q, int64_t D, int64_t, float* out) {
     for (int64_t d = 0; d < D; d++) ((Query*)out)[d] = (Query)q[d];
   }
 };

@@ -12,6 +12,9 @@
 // tile at a time, where they are not met as they are stored.
 #include "attention_cpu_int8.h"
 #include "attention_cpu_packed.h"
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#include "attention_cpu_avx2.h"
+#endif
 
 #include <cmath>
 #include <type_traits>
@@ -233,7 +236,8 @@ void attend_block(const Attention& a, Tile& t, int64_t j, int64_t seen_by_first,
 }
 
 // The item's queries as its K wants them, with the factor that makes a score an exponent of two.
-template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, float* mul, float* prepared) {
+template <class K>
+void load_queries(const Attention& a, int64_t b, int64_t h, int64_t strong, float* mul, float* prepared) {
   float row[kMaxHeadDim];
   for (int64_t j = 0; j < a.queries(); j++) {
     load_row(a.q.at(b, h * a.G + j % a.G, j / a.G), a.q.d, a.q_kind, a.D, row);
@@ -247,7 +251,7 @@ template <class K> void load_queries(const Attention& a, int64_t b, int64_t h, f
         float x = row[d] * up;
         rounded[d] = (int32_t)(x < 0 ? x - 0.5f : x + 0.5f);
       }
-      K::store_query(rounded, a.D, out);
+      K::store_query(rounded, a.D, strong, out);
     } else {
       for (int64_t d = 0; d < a.D; d++) out[K::place(d)] = row[d];
     }
@@ -274,8 +278,10 @@ void attend(const Attention& a, const Slots& now, const Slots& then, float* part
   const int64_t b = now.b, h = now.h, first = now.first, last = now.last;
   int64_t N = a.queries(), blocks = (N + kBlock - 1) / kBlock;
   for (int64_t j = 0; j < N; j++) part[j] = -INFINITY;
+  bool unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
+  bool unpack_v = a.v_strong >= 0 && !Int8::meets_values(a.v_strong, a.D);
   with_kind(a.k_kind, [&](auto kind) {
-    load_queries<decltype(kind)>(a, b, h, part + 2 * N, part + (3 + a.D) * N);
+    load_queries<decltype(kind)>(a, b, h, unpack_k ? -1 : a.k_strong, part + 2 * N, part + (3 + a.D) * N);
   });
   memset(part + N, 0, N * sizeof(float));
   memset(part + 3 * N, 0, N * a.D * sizeof(float));
@@ -284,8 +290,6 @@ void attend(const Attention& a, const Slots& now, const Slots& then, float* part
   Tile t;
   Weights w;
   alignas(64) char k_rows[kTile * kMaxPackedHeadDim], v_rows[kTile * kMaxPackedHeadDim];
-  bool unpack_k = a.k_strong >= 0 && !(Int8::kMeetsPacked && a.k_strong % 16 == 0);
-  bool unpack_v = a.v_strong >= 0 && !(Int8::kMeetsPacked && a.v_strong == 8);
   t.k_strong = unpack_k ? -1 : a.k_strong;
   t.v_strong = unpack_v ? -1 : a.v_strong;
   t.k_stride = unpack_k ? a.D : a.k.s;

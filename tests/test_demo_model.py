@@ -10,15 +10,8 @@ from tokenizer import load_tokenizer
 
 PROMPT = "Once upon a time, in a village by the sea, there lived"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-GOLDEN_PROMPT = "Question: How do plants make food? Answer:"
-GOLDEN = {  # greedy, float32 arithmetic; by cache
-    "16,16:d": "\nassistant\nPlants make food through photosynthesis, which is a process where they convert "
-               "light energy into chemical energy. This process involves the conversion of carbon dioxide",
-    "int8:d": "\nassistant\nPlants make food by using photosynthesis, which is a process where plants "
-              "convert light energy into chemical energy. This process involves the conversion of carbon",
-    "int8:hd": "\nassistant\nPlants make food through photosynthesis, a process where they convert light "
-               "energy into chemical energy. This process involves the conversion of carbon dioxide",
-}
+GOLDEN_PROMPT = "1, 2, 3, 4, 5, 6,"
+GOLDEN = " 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17"  # greedy
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +50,16 @@ def test_chat_answers_and_stops(model, tokenizer):
     assert tokenizer.decode(tokens) == "The capital of France is Paris." and tokens[-1] in tokenizer.stop_ids
 
 
-@pytest.mark.parametrize("kind", GOLDEN)
+@pytest.mark.parametrize("kind", ["16,16:d", "int8:d", "int8:hd", "k8v4:d", "int4:d"])
 def test_golden_text_of_every_cache_kind(model, tokenizer, kind):
-    engine = Engine(model, CacheSpec.parse(*kind.split(":")), 128)
-    tokens = list(engine.generate(tokenizer.encode(GOLDEN_PROMPT), 40))
-    assert tokenizer.decode(tokens).startswith(GOLDEN[kind])
+    """A text that the model is sure of: what another processor rounds otherwise must not decide a token."""
+    margins = []
+
+    def sampler(logits: torch.Tensor) -> torch.Tensor:
+        first, second = logits.topk(2).values[0].tolist()
+        margins.append(first - second)
+        return logits.argmax(-1)
+
+    engine = Engine(model, CacheSpec.parse(*kind.split(":")), 128, sampler=sampler)
+    assert tokenizer.decode(engine.generate(tokenizer.encode(GOLDEN_PROMPT), 40)) == GOLDEN
+    assert min(margins) > 1.5

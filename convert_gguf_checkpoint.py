@@ -25,7 +25,7 @@ from checkpoint_writer import (
     fused_dtypes,
     write_text,
 )
-from gguf_tokenizer import build_tokenizer, stop_ids, tokenizer_settings
+from gguf_tokenizer import build_tokenizer, stop_ids, token_id, tokenizer_settings
 from model import ModelConfig, RopeScaling, refuse_pointer, rope_frequencies
 
 NAMES = (  # Hugging Face's name -> GGUF's, as replacements in this order
@@ -201,8 +201,8 @@ def write_descriptions(folder: Path, config: ModelConfig, metadata: dict[str, An
     """config.json, generation_config.json and the tokenizer, in the format of Hugging Face."""
     tokenizer = build_tokenizer(metadata)
     stops = stop_ids(metadata)
-    ids = {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": stops or None,
-           "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id")}
+    ids = {"bos_token_id": token_id(metadata, "bos"), "eos_token_id": stops or None,
+           "pad_token_id": token_id(metadata, "padding")}
     if len(stops) == 1:
         ids["eos_token_id"] = stops[0]
     ids = {name: value for name, value in ids.items() if value is not None}

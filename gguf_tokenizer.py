@@ -89,20 +89,25 @@ def merges_from_scores(tokens: list[str], scores: list[float], types: list[int])
             if token[:cut] in normal and token[cut:] in normal]
 
 
+def token_id(metadata: dict[str, Any], which: str) -> int | None:
+    """The id that the file names for `bos`, `eos`, `unknown`...; None also for ids that say there is none."""
+    i = metadata.get(f"tokenizer.ggml.{which}_token_id")
+    return i if isinstance(i, int) and 0 <= i < len(metadata["tokenizer.ggml.tokens"]) else None
+
+
 def adds(metadata: dict[str, Any], which: str) -> bool:
     """Whether `bos` or `eos` goes around a text; where the file is silent, what its family does."""
     family = (metadata.get("tokenizer.ggml.model") == "llama"
               or PRE_TOKENIZERS.get(metadata.get("tokenizer.ggml.pre", "")) == "llama3")
     default = which == "bos" and family
     wanted = bool(metadata.get(f"tokenizer.ggml.add_{which}_token", default))
-    return wanted and f"tokenizer.ggml.{which}_token_id" in metadata
+    return wanted and token_id(metadata, which) is not None
 
 
 def add_document_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     """Make `encode` put BOS before and EOS after a text, as far as the file says so."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    ids = {which: metadata[f"tokenizer.ggml.{which}_token_id"]
-           for which in ("bos", "eos") if adds(metadata, which)}
+    ids = {which: token_id(metadata, which) for which in ("bos", "eos") if adds(metadata, which)}
     names = {which: tokens[i] for which, i in ids.items()}
     if ids:
         before, after = [names["bos"]] if "bos" in ids else [], [names["eos"]] if "eos" in ids else []
@@ -118,9 +123,8 @@ def tokenizer_settings(metadata: dict[str, Any]) -> dict[str, Any]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
                 "add_bos_token": adds(metadata, "bos"), "add_eos_token": adds(metadata, "eos")}
     for ours, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and 0 <= token_id < len(tokens):
-            settings[f"{ours}_token"] = tokens[token_id]
+        if (i := token_id(metadata, key)) is not None:
+            settings[f"{ours}_token"] = tokens[i]
     if "tokenizer.chat_template" in metadata:
         settings["chat_template"] = metadata["tokenizer.chat_template"]
     return settings
@@ -130,7 +134,7 @@ def stop_ids(metadata: dict[str, Any]) -> list[int]:
     """Ids that end a generation: of text, turn and message, named by the file or known by their text."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or []
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    named = [token_id(metadata, kind) for kind in ("eos", "eot", "eom")]
     known = [i for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
              if kind == CONTROL and token in END_OF_TURN]
     return list(dict.fromkeys(i for i in named + known if i is not None))

@@ -192,12 +192,16 @@ def test_other_families_and_empty_folders_are_refused(tmp_path):
             convert_hf_checkpoint.convert(tmp_path)
 
 
-def test_damaged_weights_are_refused(tmp_path):
-    hf_model(**MODELS["heads 1:1"]).config.save_pretrained(tmp_path)
-    for name in ("pytorch_model.bin", "model.safetensors"):
-        (tmp_path / name).write_bytes(b"<html>404</html>" * 9)
-        with pytest.raises(ValueError, match=name):
-            convert_hf_checkpoint.convert(tmp_path)
+def test_what_changes_the_result_is_refused_and_unknown_keys_are_named(tmp_path, capsys):
+    hf_model(**MODELS["heads 1:1"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "own_key": 2}))
+    convert_hf_checkpoint.convert(tmp_path)
+    assert [line for line in capsys.readouterr().err.splitlines() if "own_key" in line]
+    gptq = {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **gptq}))
+    with pytest.raises(ValueError, match="config.json: quantization_config.*gptq"):
+        convert_hf_checkpoint.convert(tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
@@ -383,6 +387,9 @@ def test_gguf_with_rope_freqs_gives_the_logits_of_transformers(tmp_path):
     ({"arch": "qwen2"}, "qwen2"), ({"llama.expert_count": 8}, "mixture"),
     ({"llama.attention.head_count": [4, 2]}, "layer to layer"),
     ({"llama.rope.scaling.type": "yarn"}, "yarn"), ({"llama.rope.dimension_count": 6}, "rotary"),
+    ({"llama.rope.scaling.factor": -2.0}, "factor is -2.0"), ({"general.type": "adapter"}, "adapter"),
+    ({"llama.attention.sliding_window": 64}, "sliding_window 64"), ({"llama.logit_scale": 8.0}, "logits_sc"),
+    ({"llama.block_count": 0}, "num_hidden_layers is 0"), ({"llama.rope.freq_base": 0.0}, "rope_theta is 0"),
     ({"tokenizer.ggml.pre": "tekken"}, "tekken.*smollm"), ({"tokenizer.ggml.model": "bert"}, "bert.*gpt2"),
     ({"extra": {"blk.0.attn_q_norm.weight": torch.ones(12)}}, r"unexpected tensors: blk\.0\.attn_q_norm")])
 def test_gguf_that_is_not_supported_is_refused_with_the_reason(tmp_path, metadata, message):
@@ -396,10 +403,22 @@ def test_gguf_that_is_not_supported_is_refused_with_the_reason(tmp_path, metadat
     assert not list(tmp_path.glob("m/model.pth*"))
 
 
-def test_text_file_is_no_gguf(tmp_path):
-    (tmp_path / "m.gguf").write_text("not found" * 20)
-    with pytest.raises(ValueError, match="m.gguf"):
-        convert_gguf_checkpoint.convert(tmp_path / "m.gguf")
+@pytest.mark.parametrize("kind, factor, expected", [
+    ("linear", 4.0, RopeScaling("linear", 4.0)), (None, 4.0, RopeScaling("linear", 4.0)), ("none", 4.0, None),
+    ("linear", 1.0, None)])
+def test_gguf_rope_scaling_of_type_none_scales_nothing(kind, factor, expected):
+    metadata = {"llama.rope.scaling.factor": factor} | ({"llama.rope.scaling.type": kind} if kind else {})
+    assert convert_gguf_checkpoint.rope_scaling(metadata, {}, None) == expected
+
+
+def test_gguf_names_unknown_keys_and_reads_minus_one_as_no_token(tmp_path, capsys):
+    vocabulary = {**byte_level_vocabulary(), "tokenizer.ggml.add_bos_token": True, "llama.own_key": 3,
+                  "tokenizer.ggml.bos_token_id": 2**32 - 1}
+    theirs = hf_model(**MODELS["heads 1:1"], vocab_size=len(vocabulary["tokenizer.ggml.tokens"]))
+    write_gguf(tmp_path / "m.gguf", theirs, vocabulary)
+    convert_gguf_checkpoint.convert(tmp_path / "m.gguf", tmp_path)
+    assert [line for line in capsys.readouterr().err.splitlines() if "llama.own_key" in line]
+    assert "bos_token_id" not in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_byte_level_tokenizer_round_trips_and_splits_digits():

@@ -1,4 +1,7 @@
-"""Random config, index and tokenizer files: each works, or is refused in one line with its file and key."""
+"""Damaged config, index and tokenizer files: each works, or is refused in one line with its file and key.
+
+FUZZ_EXAMPLES=20000 makes so many random files for each test.
+"""
 import copy
 import json
 import os
@@ -10,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import convert_gguf_checkpoint
+import convert_hf_checkpoint
 import model
-from convert_hf_checkpoint import find_shards
 from model import ModelConfig, rope_frequencies
 from tokenizer import load_tokenizer
 
@@ -116,8 +120,55 @@ def test_index(tmp_path, contents):
         (tmp_path / f"{name}.safetensors").touch()
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(contents)
-    shards = works_or_is_refused(lambda: find_shards(tmp_path), path, {"weight_map"})
+    shards = works_or_is_refused(lambda: convert_hf_checkpoint.find_shards(tmp_path), path, {"weight_map"})
     assert shards is None or {shard.name for shard in shards} <= {"a.safetensors", "b.safetensors"}
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+def test_pointers_in_place_of_weights_are_called_so(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ValueError, match=f"{name}.*git lfs pull"):
+        convert_hf_checkpoint.convert(tmp_path)
+
+
+@pytest.mark.parametrize("index, message", [
+    ({}, "weight_map"), ({"weight_map": []}, "weight_map"), ({"weight_map": {}}, "weight_map"),
+    ({"weight_map": {"a": 1}}, "weight_map holds 1"), ({"weight_map": {"a": "gone"}}, '"gone" that'),
+    ({"weight_map": {"a": "../model.pth"}}, "in this folder"), ([], "JSON")])
+def test_a_wrong_index_is_refused_by_key(tmp_path, index, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message) as caught:
+        convert_hf_checkpoint.convert(tmp_path)
+    assert "model.safetensors.index.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", [[torch.ones(1)], {1: torch.ones(1)}, {"a": "b"}])
+def test_a_bin_file_of_other_things_is_refused(tmp_path, state):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin.*more than tensors"):
+        convert_hf_checkpoint.convert(tmp_path)
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"<html>404</html>" * 9)
+        with pytest.raises(ValueError, match=name):
+            convert_hf_checkpoint.convert(tmp_path)
+
+
+@pytest.mark.parametrize("contents, message", [(b"not found" * 20, "no GGUF"), (POINTER, "git lfs")])
+def test_another_file_is_no_gguf(tmp_path, contents, message):
+    pytest.importorskip("gguf")
+    (tmp_path / "m.gguf").write_bytes(contents)
+    with pytest.raises(ValueError, match=f"m.gguf.*{message}"):
+        convert_gguf_checkpoint.convert(tmp_path / "m.gguf")
 
 
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": None, "pad_token": None,

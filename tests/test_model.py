@@ -1,5 +1,6 @@
 """config.json in, config.json out; rotary angles against transformers' own."""
 import json
+import re
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from conftest import tiny_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from model import ModelConfig, RopeScaling, rope_frequencies
+from load import CheckpointSource
+from model import HARMLESS, KEYS, NEUTRAL, ModelConfig, RopeScaling, rope_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
@@ -43,12 +45,98 @@ def test_defaults_are_those_of_the_format():
 
 @pytest.mark.parametrize("change,message", [
     ({"model_type": "mamba"}, "mamba"), ({"hidden_act": "gelu"}, "gelu"),
-    ({"num_key_value_heads": 3}, "multiple"),
+    ({"architectures": ["LlamaModel"]}, "LlamaModel.*LlamaForCausalLM"),
+    ({"num_key_value_heads": 3}, "multiple"), ({"head_dim": 15}, "head_dim 15"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"), ({"hidden_size": 66}, "head_dim"),
-    ({"rope_scaling": {"type": "llama3", "factor": 8}}, "low_freq_factor")])
-def test_unsupported_configs_are_refused_by_name(change, message):
+    ({"rope_scaling": {"type": "llama3", "factor": 8}}, "low_freq_factor"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor 4.0"),
+    ({"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor"),
+    ({"rope_scaling": {"factor": 8.0}}, "'?default.*factor"),
+    ({"rope_scaling": {"factor": 8.0, "type": "linear"}, "rope_parameters": LLAMA3}, "differ"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"), ({"rope_interleaved": True}, "rope_int"),
+    ({"sliding_window": 512}, "sliding_window 512"), ({"residual_multiplier": 0.22}, "residual_multiplier"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*gptq.*original")])
+def test_what_changes_the_result_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(FACTS | change)
+
+
+@pytest.mark.parametrize("neutral", [
+    {"partial_rotary_factor": 1.0}, {"rope_parameters": {"partial_rotary_factor": 1.0}},
+    {"sliding_window": None}, {"sliding_window": 4096}, {"sliding_window": 512, "use_sliding_window": False},
+    {"layer_types": ["full_attention"]}, {"quantization_config": None}, {"attn_logit_softcapping": None},
+    {"pretraining_tp": 2}, {"torch_dtype": "bfloat16", "use_cache": True}, {"own_key": False, "more": []},
+    {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3}])
+def test_neutral_values_are_taken_in_silence(neutral):
+    assert ModelConfig.from_dict(FACTS | neutral).notes == ""
+
+
+def test_keys_that_nobody_knows_are_named_in_one_line():
+    config = ModelConfig.from_dict(FACTS | {"own_key": 2, "line\nbreak": True, "use_cache": True})
+    assert config.notes.count("\n") == 1 and "own_key, \"line\\nbreak\"" in config.notes
+    assert config == ModelConfig.from_dict(FACTS)
+
+
+def test_a_key_has_one_meaning():
+    assert not KEYS.keys() & NEUTRAL.keys() and not HARMLESS & {*KEYS, *NEUTRAL}
+
+
+@pytest.mark.parametrize("key,value", [
+    ("hidden_size", 64.0), ("hidden_size", "64"), ("hidden_size", -64), ("vocab_size", 0),
+    ("vocab_size", 10**30), ("num_hidden_layers", None), ("num_hidden_layers", True),
+    ("num_attention_heads", 0), ("num_key_value_heads", 0), ("head_dim", 0), ("rope_theta", float("nan")),
+    ("rope_theta", 0), ("rope_theta", "1e4"), ("rms_norm_eps", -1e-5), ("max_position_embeddings", [1]),
+    ("tie_word_embeddings", 1), ("attention_bias", "no"), ("rope_scaling", [1]), ("rope_scaling", 8),
+    ("rope_scaling", {"type": 3}), ("rope_scaling", {"type": "linear", "factor": "2"}),
+    ("architectures", "LlamaForCausalLM")])
+def test_wrong_values_are_named_with_file_and_key(tmp_path, key, value):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FACTS | {key: value}))
+    with pytest.raises(ValueError) as caught:
+        ModelConfig.from_json(path)
+    message = str(caught.value)
+    named = {"rope_scaling": "rope_scaling|rope_type|factor"}.get(key, key)
+    assert message.startswith(f"{path}: ") and re.search(named, message) and "\n" not in message
+
+
+@pytest.mark.parametrize("contents", [
+    b"", b"[]", b"7", b"{", b"\xff{}", b"[" * 5000, b'{"a": ' * 5000, b'{"a": 1' + b"0" * 5000 + b"}"])
+def test_what_is_no_object_is_said_with_the_file(tmp_path, contents):
+    path = tmp_path / "config.json"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match="JSON") as caught:
+        ModelConfig.from_json(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_adapter_or_a_pointer_in_its_place_is_called_so(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match="git lfs pull"):
+        ModelConfig.from_json(path)
+    path.write_text(json.dumps(FACTS))
+    assert ModelConfig.from_json(path) == ModelConfig.from_dict(FACTS)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_config.json.*merge"):
+        ModelConfig.from_json(path)
+
+
+@pytest.mark.parametrize("contents,message", [
+    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"", "torch"), (b"PK", "torch")])
+def test_weights_that_are_none_are_refused(tmp_path, contents, message):
+    (tmp_path / "model.pth").write_bytes(contents)
+    with pytest.raises(ValueError, match=f"model.pth.*{message}"):
+        CheckpointSource(tmp_path / "model.pth", None)
+
+
+@pytest.mark.parametrize("state", [[torch.ones(1)], {1: torch.ones(1)}, {"a": 1}, {"a": FACTS.keys}])
+def test_a_file_of_other_things_is_no_checkpoint(tmp_path, state):
+    torch.save(state, tmp_path / "model.pth")
+    with pytest.raises(ValueError, match="model.pth.*more than"):
+        CheckpointSource(tmp_path / "model.pth", None)
 
 
 def test_missing_config_says_where_it_was_sought(tmp_path):

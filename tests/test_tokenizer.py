@@ -268,6 +268,49 @@ def test_other_refusals(tmp_path: Path) -> None:
         tokenizer.chat([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize("name, key, value", [
+    ("tokenizer_config", "eos_token", 2), ("tokenizer_config", "bos_token", {"content": None}),
+    ("special_tokens_map", "pad_token", ["<pad>"]), ("tokenizer_config", "add_bos_token", "yes"),
+    ("tokenizer_config", "added_tokens_decoder", {"x": {"content": "<x>"}}),
+    ("tokenizer_config", "added_tokens_decoder", {"7": "<x>"}), ("tokenizer_config", "chat_template", 7),
+    ("tokenizer_config", "chat_template", ["{{ 1 }}"]), ("added_tokens", "<x>", "7"),
+    ("added_tokens", "<x>", [7]), ("config", "eos_token_id", "2"),
+    ("generation_config", "eos_token_id", [2.0]), ("generation_config", "eos_token_id", True),
+    ("generation_config", "eos_token_id", 2**40)])
+def test_wrong_entries_are_named_with_their_file(tmp_path: Path, name: str, key: str, value: object) -> None:
+    write(make_bytelevel(tmp_path), **{name: {key: value}})
+    with pytest.raises(ValueError, match=f"{name}.json: .{key}. is ") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value) and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("contents", [b"", b"[]", b"{", b'{"a": "\xff"}', b'{"a":' * 5000, b"\n"])
+def test_files_that_hold_no_object_are_named(tmp_path: Path, name: str, contents: bytes) -> None:
+    (make_bytelevel(tmp_path) / name).write_bytes(contents)
+    with pytest.raises(ValueError, match=name) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_pointers_are_called_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 0\n")
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 0\n")
+    with pytest.raises(ValueError, match=f"{name}.*git lfs pull"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("template", [
+    "{% if %}", "{{ 1 // 0 }}", "{{ messages[9].content.x }}", "{{ 'a' + 1 }}",
+    "{% for a in b %}\n{% endif %}", "{{ " + "(" * 500 + ")" * 500 + " }}"])
+def test_whatever_a_template_raises_is_one_line(tmp_path: Path, template: str) -> None:
+    tokenizer = load_tokenizer(write(make_bytelevel(tmp_path), {"chat_template": template}))
+    with pytest.raises(ValueError, match="template") as caught:
+        tokenizer.chat([])
+    assert "\n" not in str(caught.value)
+
+
 def test_template_may_refuse_and_may_be_broken(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_sentencepiece(tmp_path))
     with pytest.raises(ValueError, match="no such role"):

@@ -126,7 +126,7 @@ OUTLINE void softmax(const Tile& t, const int64_t* seen, const float* mul, Weigh
   float tile_top[NQ];
   int64_t all_see = seen[0];  // the first query sees the fewest
   for (int i = 0; i < W; i++) lanes[i] = i;
-  for (int j = 0; j < NQ; j++) most[j] = F{} - INFINITY, sum[j] = F{}, top_weight[j] = F{} + 1e-30f;
+  for (int j = 0; j < NQ; j++) most[j] = F{} - INFINITY;
   for (int64_t s = 0; s < n; s += W) {
     F k_scale = IntK ? load<F>(t.k_scales + s) : F{};
     for (int j = 0; j < NQ; j++) {
@@ -137,15 +137,17 @@ OUTLINE void softmax(const Tile& t, const int64_t* seen, const float* mul, Weigh
     }
   }
   for (int j = 0; j < NQ; j++) tile_top[j] = seen[j] > 0 ? greatest(most[j]) * mul[j] : 0;
-  for (int64_t s = 0; s < n; s += W) {
-    F v_scale = IntV ? load<F>(t.v_scales + s) : F{};
-    for (int j = 0; j < NQ; j++) {
-      F p = exp2(load<F>(w.score[j] + s) * mul[j] - tile_top[j]);
-      sum[j] += p;
-      if (IntV) p *= v_scale;
-      if (IntV) top_weight[j] = largest(top_weight[j], p);
+  for (int j = 0; j < NQ; j++) {  // one at a time: an exponential takes many registers
+    const float up = mul[j];
+    F all_p = {}, most_p = F{} + 1e-30f;
+    for (int64_t s = 0; s < n; s += W) {
+      F p = exp2(load<F>(w.score[j] + s) * up - tile_top[j]);
+      all_p += p;
+      if (IntV) p *= load<F>(t.v_scales + s);
+      if (IntV) most_p = largest(most_p, p);
       save(w.score[j] + s, p);
     }
+    sum[j] = all_p, top_weight[j] = most_p;
   }
   for (int j = 0; j < NQ; j++) {
     float new_top = seen[j] > 0 && tile_top[j] > top[j] ? tile_top[j] : top[j];

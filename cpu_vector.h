@@ -32,11 +32,16 @@ typedef int16_t Half __attribute__((vector_size(2 * W)));
 template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void save(void* p, V v) { memcpy(p, &v, sizeof v); }
 inline F to_float(I x) { return __builtin_convertvector(x, F); }
-inline F largest(F a, F b) { return a > b ? a : b; }
 #if defined(__AVX512VNNI__)
+inline F largest(F a, F b) { return a > b ? a : b; }
 inline float greatest(F x) { return _mm512_reduce_max_ps((__m512)x); }
 inline float total(F x) { return _mm512_reduce_add_ps((__m512)x); }
 #else
+#if defined(__AVX2__)
+inline F largest(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }  // compilers may take two instructions
+#else
+inline F largest(F a, F b) { return a > b ? a : b; }
+#endif
 template <int N = W> inline float greatest(F x, int first = 0) {
   if constexpr (N == 1) return x[first];
   else {

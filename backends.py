@@ -60,8 +60,8 @@ def fastest_linear(device: torch.device) -> tuple[MakeLinear, str]:
 
 def load_model(args: argparse.Namespace, config: ModelConfig, device: torch.device,
                progress: Progress = iter) -> tuple[Transformer, type[KVCache], str]:
-    """The model that the flags of options.py ask for, the cache class to use, and lines for a person on why
-    something is slower than it might be.  --attention plain: PyTorch alone."""
+    """The model that the flags of options.py ask for, the cache class to use, and lines for a person: what of
+    config.json is not read, what is slower than it might be.  --attention plain: PyTorch alone."""
     options = (config, device, DTYPES[args.precision], args.quantization, progress)
     plain = args.attention == "plain"
     cache_class, no_attention = (KVCache, "") if plain else fastest_cache(device)
@@ -72,4 +72,5 @@ def load_model(args: argparse.Namespace, config: ModelConfig, device: torch.devi
         model = load_checkpoint(args.checkpoint_path, *options, make_linear)
     if not plain and device.type == "cpu" and not no_linear:
         linear_cpu.widen(model)
-    return model, cache_class, "".join(f"note: {reason}\n" for reason in (no_attention, no_linear) if reason)
+    reasons = "".join(f"note: {reason}\n" for reason in (no_attention, no_linear) if reason)
+    return model, cache_class, config.notes + reasons

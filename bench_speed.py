@@ -191,6 +191,8 @@ def main() -> None:
         check_model_flags(args)
         if args.random_weights and args.peers:
             raise ValueError("peers have no --random_weights; give --checkpoint_path MODEL.pth")
+        if args.peers and args.gguf is None:
+            raise ValueError("--peers needs --gguf MODEL.gguf, the same model for llama.cpp")
         if args.peers:
             print(compare(args))
         elif args.in_turn:

@@ -130,6 +130,13 @@ def test_cuda_without_a_device(run):
     assert code == 2 and "--device cpu" in err
 
 
+def test_keys_of_config_json_that_are_not_read_are_named(run, tiny_checkpoint, tmp_path):
+    facts = json.loads(tiny_checkpoint.with_name("config.json").read_text()) | {"frobnication": 3}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    code, _, err = run("--random_weights", tmp_path / "config.json", "--max_new_tokens", 1, checkpoint=False)
+    assert code == 0 and len([line for line in err.splitlines() if "frobnication" in line]) == 1
+
+
 def test_zero_and_one_new_token(run):
     code, out, err = run("--prompt", "ab", "--max_new_tokens", 0)
     assert code == 0 and out.strip() == "" and "no decode step" in err

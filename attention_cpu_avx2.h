@@ -24,14 +24,14 @@ struct Int8 {
 
   // 16-bit values in the order in which rows are met, by sixteens: the even ones twice, then the odd ones twice.
   static void store_query(const int32_t* q, int64_t D, int64_t strong, float* out) {
-    auto* to = (int16_t*)out;
+    const __m256i evens_first = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     auto put = [&](int64_t first, int64_t second) {  // eight values from there on, and eight from there
-      for (int64_t d = 0; d < 4; d++)
-        for (int64_t odd = 0; odd < 2; odd++) {
-          to[16 * odd + d] = to[16 * odd + d + 8] = (int16_t)q[first + 2 * d + odd];
-          to[16 * odd + d + 4] = to[16 * odd + d + 12] = (int16_t)q[second + 2 * d + odd];
-        }
-      to += 32;
+      __m256i x = _mm256_packs_epi32(load<__m256i>(q + first), load<__m256i>(q + second));  // fours, by turns
+      x = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(x, 0xd8), evens_first);
+      save(out, _mm256_permute4x64_epi64(x, 0x88));
+      save(out + 8, _mm256_permute4x64_epi64(x, 0xdd));
+      out += 16;
     };
     const int64_t whole = strong < 0 ? D : strong, half = (D - whole) / 2;
     int64_t d = 0;

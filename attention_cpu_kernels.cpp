@@ -249,9 +249,9 @@ void load_queries(const Attention& a, int64_t b, int64_t h, int64_t strong, floa
       int32_t rounded[kMaxHeadDim];
       float most = largest_magnitude(row, a.D), up = most > 1e-30f ? kQueryMost / most : 0;
       mul[j] *= (most > 1e-30f ? most : 1e-30f) / kQueryMost;  // not 0: it meets infinities
-      for (int64_t d = 0; d < a.D; d++) {
-        float x = row[d] * up;
-        rounded[d] = (int32_t)(x < 0 ? x - 0.5f : x + 0.5f);
+      for (int64_t d = 0; d < a.D; d += W) {
+        F x = load<F>(row + d) * up;
+        save(rounded + d, __builtin_convertvector(x + (x < 0 ? F{} - 0.5f : F{} + 0.5f), I));
       }
       K::store_query(rounded, a.D, strong, out);
     } else {

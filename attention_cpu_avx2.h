@@ -126,7 +126,8 @@ template <int NQ, bool Packed, int FixedD> OUTLINE void scores_int8(Tile& t, con
 template <int NQ> void Int8::scores(Tile& t, const float* q, int64_t D, void* out) {
   bool usual = t.k_strong == kStrong;
   auto run = t.k_strong < 0 ? D == 64 ? scores_int8<NQ, false, 64> : scores_int8<NQ, false, 0>
-             : usual && D == 64 ? scores_int8<NQ, true, 64> : scores_int8<NQ, true, 0>;
+             : usual && D == 64 ? scores_int8<NQ, true, 64>
+             : usual && D == 128 ? scores_int8<NQ, true, 128> : scores_int8<NQ, true, 0>;
   run(t, q, D, out);
 }
 

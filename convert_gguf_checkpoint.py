@@ -92,7 +92,7 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> ModelConfi
         raise ValueError("the checkpoint lacks token_embd.weight; is this a vocabulary only?")
     facts = {theirs: required(metadata, ours) for ours, theirs in KEYS.items()
              if ours in metadata or theirs in REQUIRED}
-    facts |= {key: value for key, value in metadata.items()  # those that ModelConfig does not know it names
+    facts |= {key: value for key, value in metadata.items()  # ModelConfig names them as unknown
               if key.startswith("llama.") and key not in KEYS and key not in HARMLESS}
     facts["vocab_size"] = int(tensors["token_embd.weight"].shape[1])
     for key, digits in (("rms_norm_eps", ".6g"), ("rope_theta", ".9g")):  # stored as float32
@@ -223,7 +223,10 @@ def convert(path: str | Path, folder: str | Path | None = None, dtype: str = "bf
     path = Path(path)
     folder = Path(folder) if folder else path.with_suffix("")
     metadata, tensors = open_gguf(path)
-    config = read_config(metadata, tensors)
+    try:
+        config = read_config(metadata, tensors)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
     print(config.notes, end="", file=sys.stderr)
     if folder == path:
         raise ValueError(f"{path} has no suffix to name the folder by; give --output_dir")

@@ -27,11 +27,12 @@ class CheckpointSource:
     """Tensors of a mapped model.pth, each given out once; `release` lets its pages leave memory."""
     borrows = True  # its tensors are the file's, to be copied
 
-    def __init__(self, path: Path, quantization: str | None) -> None:
+    def __init__(self, path: Path, quantization: str | None, tied: bool = False) -> None:
+        """tied: lm_head may be missing, it is the embedding."""
         quantize.check_scheme(quantization)
         if not path.is_file():
             raise ValueError(f"no checkpoint at {path}; convert one first (see README.md)")
-        self.path = path
+        self.path, self.tied = path, tied
         self.state = self._open()
         stored = self.state.get(quantize.SCHEME_KEY)
         if stored and quantization not in (None, stored):
@@ -42,21 +43,22 @@ class CheckpointSource:
         refuse_pointer(self.path)
         try:
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            if isinstance(state, dict) and all(isinstance(key, str) for key in state) \
-                    and all(isinstance(state[key], Tensor) for key in state if key != quantize.SCHEME_KEY):
-                return state
-            reason = "it holds more than named tensors"
         except pickle.UnpicklingError:  # torch's own message advises to load it unsafely
-            reason = "it holds more than tensors"
+            state = None
         except (RuntimeError, OSError) as e:
             reason = str(e).splitlines()[0]
-        raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}")
+            raise ValueError(f"{self.path} is no checkpoint that torch can read: {reason}") from e
+        if not isinstance(state, dict) or not all(
+                isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+                if name != quantize.SCHEME_KEY):
+            raise ValueError(f"{self.path} is damaged or holds more than named tensors; convert it again")
+        return state
 
     def __call__(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         prefix = f"{name}."
         keys = [key for key in self.state if key.startswith(prefix)]
         found = {key.removeprefix(prefix): self.state.pop(key) for key in keys}
-        if not found and name == "lm_head":  # tied
+        if not found and name == "lm_head" and self.tied and "embed.weight" in self.state:
             found = {"weight": self.state["embed.weight"]}
         needed = [key for key in ("weight", "bias") if getattr(module, key, None) is not None]
         missing = [prefix + key for key in needed if key not in found]
@@ -109,7 +111,12 @@ def load_checkpoint(path: Path, config: ModelConfig, device: torch.device | str 
                     progress: Progress = iter, make_linear: MakeLinear = quantize.linear) -> Transformer:
     """The model of `path`, quantized on the way when `quantization` says so.  ValueError for a bad file."""
     with separate_allocations():
-        return _fill(config, CheckpointSource(path, quantization), device, dtype, progress, make_linear)
+        source = CheckpointSource(path, quantization, config.tie_word_embeddings)
+        model = _fill(config, source, device, dtype, progress, make_linear)
+    if left := sorted(source.state.keys() - {quantize.SCHEME_KEY}):
+        raise ValueError(f"{path} holds {left[0]}, for which its config.json has no place; it may belong to "
+                         "another model")
+    return model
 
 
 def random_model(config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,

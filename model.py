@@ -294,11 +294,12 @@ HARMLESS = frozenset("""
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
     bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id do_sample
     dtype early_stopping eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id hidden_act
-    id2label initializer_range label2id layer_types length_penalty max_length max_window_layers min_length
-    model_type num_beams num_return_sequences output_attentions output_hidden_states pad_token_id prefix
-    pretraining_tp problem_type pruned_heads repetition_penalty return_dict rope_parameters rope_scaling
-    sep_token_id sliding_window temperature top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unsloth_fixed unsloth_version use_cache use_sliding_window""".split())
+    id2label initializer_range is_decoder is_llama_config label2id layer_types length_penalty max_length
+    max_sequence_length max_window_layers min_length model_type num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type pruned_heads
+    repetition_penalty return_dict rope_parameters rope_scaling sep_token_id sliding_window temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_cache use_sliding_window""".split())
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 

@@ -8,7 +8,7 @@ from conftest import tiny_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from load import CheckpointSource
+from load import CheckpointSource, load_checkpoint
 from model import HARMLESS, KEYS, NEUTRAL, ModelConfig, RopeScaling, rope_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -135,7 +135,7 @@ def test_weights_that_are_none_are_refused(tmp_path, contents, message):
 @pytest.mark.parametrize("state", [[torch.ones(1)], {1: torch.ones(1)}, {"a": 1}, {"a": FACTS.keys}])
 def test_a_file_of_other_things_is_no_checkpoint(tmp_path, state):
     torch.save(state, tmp_path / "model.pth")
-    with pytest.raises(ValueError, match="model.pth.*more than"):
+    with pytest.raises(ValueError, match="model.pth.*more than named"):
         CheckpointSource(tmp_path / "model.pth", None)
 
 
@@ -145,3 +145,22 @@ def test_missing_config_says_where_it_was_sought(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json"):
         ModelConfig.from_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"num_hidden_layers": 1}, "layers.1.* no place"), ({"num_hidden_layers": 3}, "lacks layers.2"),
+    ({"vocab_size": 299}, "lm_head.weight is .300, 96.")])
+def test_a_checkpoint_of_another_config_is_refused(tiny_checkpoint, change, message):
+    facts = json.loads(tiny_checkpoint.with_name("config.json").read_text()) | change
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tiny_checkpoint, ModelConfig.from_dict(facts))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8wo"])
+def test_only_a_tied_model_does_without_lm_head(tiny_checkpoint, tmp_path, quantization):
+    state = torch.load(tiny_checkpoint)
+    del state["lm_head.weight"]
+    torch.save(state, tmp_path / "model.pth")
+    load_checkpoint(tmp_path / "model.pth", tiny_config(tie_word_embeddings=True), quantization=quantization)
+    with pytest.raises(ValueError, match="lacks lm_head.weight"):
+        load_checkpoint(tmp_path / "model.pth", tiny_config(), quantization=quantization)

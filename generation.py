@@ -18,13 +18,14 @@ import memory
 import memory_dry_run
 import memory_picture
 import report
+from chat import chat_turns, print_tokens
 from inference import Engine, Timing, check_limits, make_sampler
 from kv_cache import KVCache
 from load import CheckpointSource
 from model import ModelConfig, Transformer
 from options import DEFAULT_PROMPT
 from shell import PATIENCE, read_text, working
-from tokenizer import TextStream, Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass
@@ -186,22 +187,6 @@ def run_samples(engine: Engine, job: Job, watch: memory.Tracker | None = None) -
     return timings, count
 
 
-def print_tokens(tokens: Iterable[int], tokenizer: Tokenizer | None, stop_ids: frozenset[int],
-                 context: Iterable[int] = ()) -> int:
-    """Write a stream of tokens as text (as numbers without a tokenizer); how many there were.  A character
-    that the last token leaves unfinished is not shown."""
-    stream = TextStream(tokenizer, context) if tokenizer else None
-    count = 0
-    for token in tokens:
-        count += 1
-        if stream is None:
-            print(token, end=" ", flush=True)
-        elif token not in stop_ids:
-            print(stream.feed(token), end="", flush=True)
-    print(flush=True)
-    return count
-
-
 @contextlib.contextmanager
 def profiler(path: Path | None) -> Iterator[None]:
     """Trace what runs inside into a file for chrome://tracing or Perfetto; nothing without a path."""
@@ -211,43 +196,6 @@ def profiler(path: Path | None) -> Iterator[None]:
     with torch.profiler.profile() as trace:
         yield
     trace.export_chrome_trace(str(path))
-
-
-def chat_turns(engine: Engine, job: Job) -> None:
-    """Read a line, answer it, over one cache: a turn feeds only what the cache does not hold yet."""
-    torch.manual_seed(job.args.seed)
-    messages, held = [], []  # held: the tokens in the cache, slot by slot
-    print("Type a message; an empty line or end of file ends the chat.", file=sys.stderr)
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        text = sys.stdin.readline().rstrip("\n")
-        if not text:
-            return
-        messages.append({"role": "user", "content": text})
-        ids = job.tokenizer.chat(messages)
-        room = min(job.args.max_new_tokens, job.cache_size - len(ids))
-        if room < 1:
-            print(f"The conversation of {len(ids)} tokens fills the cache of {job.cache_size} slots; start "
-                  "again with a larger --cache_size.", file=sys.stderr)
-            return
-        same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b),
-                    min(len(held), len(ids) - 1))
-        reply = []
-        tokens = engine.generate(ids[same:], room, job.tokenizer.stop_ids, same)
-        print_tokens(tee(tokens, reply), job.tokenizer, job.tokenizer.stop_ids)
-        said = job.tokenizer.decode(reply).strip().rstrip("\ufffd")  # of a character cut by --max_new_tokens
-        messages.append({"role": "assistant", "content": said})
-        held = ids + reply[:-1]  # the last token was sampled, not fed
-        rate = report.decode_rate(engine.timing)
-        speed = f", {rate:.1f} tokens/s" if rate else ""
-        print(f"[{len(ids) - same} tokens fed, {same} kept, {len(reply)} new{speed}]", file=sys.stderr)
-
-
-def tee(tokens: Iterable[int], into: list[int]) -> Iterable[int]:
-    """Pass tokens on and keep them."""
-    for token in tokens:
-        into.append(token)
-        yield token
 
 
 def base_row(job: Job) -> dict:
@@ -282,7 +230,8 @@ def run(args: argparse.Namespace) -> None:
     with memory_picture.recording(args.memory_profile, job.device) as watch:
         engine, seconds = build_engine(job, watch)
         if args.interactive:
-            return chat_turns(engine, job)
+            torch.manual_seed(args.seed)
+            return chat_turns(engine, job.tokenizer, args.max_new_tokens)
         timings, new_tokens = run_samples(engine, job, watch)
         memory_picture.name_parts(watch, engine.model)
     row = result_row(job, engine, timings, new_tokens, seconds, resident_before)

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
+import bench_speed
 import generate
-import generation
+from chat import print_tokens
 from tokenizer import load_tokenizer
 
 FIELDS = {"argv", "model", "device", "torch", "precision", "quantization", "cache", "causal_mask", "bytes",
@@ -147,7 +148,7 @@ def test_a_character_cut_by_the_last_token_is_not_shown(tiny_checkpoint, capsys)
     tokenizer = load_tokenizer(tiny_checkpoint.parent)
     ids = tokenizer.encode("a\N{SLIGHTLY SMILING FACE}")
     for cut, text in ((0, "a\N{SLIGHTLY SMILING FACE}\n"), (1, "a\n"), (4, "a\n")):
-        assert generation.print_tokens(ids[:len(ids) - cut], tokenizer, frozenset()) == len(ids) - cut
+        assert print_tokens(ids[:len(ids) - cut], tokenizer, frozenset()) == len(ids) - cut
         assert capsys.readouterr().out == text
 
 
@@ -164,6 +165,15 @@ def test_the_seed_reaches_all_that_is_random(run, flags, tiny_checkpoint):
     torch.rand(5)  # what ran before must not matter
     assert tokens(1) == first != tokens(2)
     assert tokens(2 ** 64 - 1) != first
+
+
+def test_the_seed_reaches_the_weights_of_bench_speed(tiny_checkpoint):
+    flags = ["--random_weights", str(tiny_checkpoint.with_name("config.json")), "--device", "cpu"]
+
+    def tokens(seed: str) -> list[int]:
+        args = bench_speed.make_parser().parse_args([*flags, "--seed", seed])
+        return list(bench_speed.build(args, 64).generate([5], 12))
+    assert tokens("1") == tokens("1") != tokens("2")
 
 
 def test_prompt_from_a_file(run, tmp_path):

@@ -31,7 +31,12 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
-    tokenizer = byte_level_bpe(metadata) if kind == "gpt2" else sentencepiece_bpe(metadata)
+    try:
+        tokenizer = byte_level_bpe(metadata) if kind == "gpt2" else sentencepiece_bpe(metadata)
+    except ValueError:
+        raise
+    except Exception as e:  # the package raises bare Exception
+        raise ValueError(f"the vocabulary (tokenizer.ggml.*) is damaged: {e!r}; fetch the file again") from e
     types = metadata.get("tokenizer.ggml.token_type") or []
     for token, token_type in zip(tokens, types, strict=False):
         if token_type in (CONTROL, UNKNOWN):

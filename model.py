@@ -324,15 +324,15 @@ def read_keys(d: dict, keys: dict[str, Key], required: Iterable[str]) -> dict[st
 
 
 def rope_of(d: dict) -> dict:
-    """The older `rope_scaling` or the newer `rope_parameters` of a config.json, {} without."""
+    """The older `rope_scaling` and the newer `rope_parameters` of a config.json together, {} without."""
     rope = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = d.get(key)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{key} is {shown(value)}; expected an object or null; fetch the file again")
-        if value and rope and value != rope:
+        if value and rope and RopeScaling.from_dict(value) != RopeScaling.from_dict(rope):
             raise ValueError("rope_scaling and rope_parameters differ; keep the one that is right")
-        rope = value or rope
+        rope |= value or {}
     return rope
 
 

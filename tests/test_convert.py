@@ -390,6 +390,8 @@ def test_gguf_with_rope_freqs_gives_the_logits_of_transformers(tmp_path):
     ({"llama.rope.scaling.factor": -2.0}, "factor is -2.0"), ({"general.type": "adapter"}, "adapter"),
     ({"llama.attention.sliding_window": 64}, "sliding_window 64"), ({"llama.logit_scale": 8.0}, "logits_sc"),
     ({"llama.block_count": 0}, "num_hidden_layers is 0"), ({"llama.rope.freq_base": 0.0}, "rope_theta is 0"),
+    ({"tokenizer.ggml.merges": ["no-space"]}, "tokenizer.ggml.* damaged"),
+    ({"tokenizer.ggml.merges": ["not there"]}, "tokenizer.ggml.* damaged"),
     ({"tokenizer.ggml.pre": "tekken"}, "tekken.*smollm"), ({"tokenizer.ggml.model": "bert"}, "bert.*gpt2"),
     ({"extra": {"blk.0.attn_q_norm.weight": torch.ones(12)}}, r"unexpected tensors: blk\.0\.attn_q_norm")])
 def test_gguf_that_is_not_supported_is_refused_with_the_reason(tmp_path, metadata, message):

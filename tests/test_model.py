@@ -69,7 +69,7 @@ def test_what_changes_the_result_is_refused_by_name(change, message):
     {"sliding_window": None}, {"sliding_window": 4096}, {"sliding_window": 512, "use_sliding_window": False},
     {"layer_types": ["full_attention"]}, {"quantization_config": None}, {"attn_logit_softcapping": None},
     {"pretraining_tp": 2}, {"torch_dtype": "bfloat16", "use_cache": True}, {"own_key": False, "more": []},
-    {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3}])
+    {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}])
 def test_neutral_values_are_taken_in_silence(neutral):
     assert ModelConfig.from_dict(FACTS | neutral).notes == ""
 

@@ -2,6 +2,7 @@
 
     python bench_attention.py                                          SmolLM2-135M's shape
     python bench_attention.py --config configs/Llama-3.1-8B.json --depths 1024,16384,131072
+    python bench_attention.py --instructions avx2                      the kernels of a narrower processor
 
 One query token over one layer's filled cache, every way in turn, the least time of all rounds (what other
 processes take away does not count).  Prints a Markdown table: the time of the C++ kernel over the int8 cache,
@@ -23,6 +24,8 @@ import attention_cpu
 from attention_cpu import CpuKVCache
 from kv_cache import CacheSpec, KVCache, dequantize
 from report import processor
+
+INSTRUCTIONS = ("portable", "avx2", "avx512")  # attention_cpu.LEVELS in short
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q.reshape(1, heads, -1, dim), k, v)
 
 
-def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
-    """What is compared: name -> one decode attention over `depth` tokens."""
+def ways(shape: Shape, depth: int, level: int) -> dict[str, Callable[[], Tensor]]:
+    """What is compared: name -> one decode attention over `depth` tokens.  level: of the C++ kernels."""
     int8, bf16 = CacheSpec(8, 8), CacheSpec(16, 16)
     quantized = filled_cache(CpuKVCache, int8, shape, depth)
     plain = filled_cache(KVCache, int8, shape, depth)
@@ -68,11 +71,11 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
     q = torch.randn(1, shape.n_kv_heads * shape.group, 1, shape.head_dim, dtype=torch.bfloat16)
     start = torch.tensor([depth - 1])
     attend = torch.ops.gpt_long_cpu.attend.default
-    eight, sixteen = quantized.operands, whole.operands
+    eight, sixteen = (*quantized.operands[:-1], level), (*whole.operands[:-1], level)
     stored = eight[:4]  # K's values and scales, V's
     packed = CpuKVCache(CacheSpec.parse("int4"), 1, shape.n_kv_heads, depth, shape.head_dim)
     packed.write(torch.tensor([0]), *torch.randn(2, 1, shape.n_kv_heads, depth, shape.head_dim))
-    four = packed.operands
+    four = (*packed.operands[:-1], level)
 
     def dequantized() -> Tensor:
         k, k_scales, v, v_scales = stored
@@ -94,9 +97,9 @@ def ways(shape: Shape, depth: int) -> dict[str, Callable[[], Tensor]]:
 
 
 @torch.inference_mode()
-def measure(shape: Shape, depth: int, seconds: float) -> dict[str, float]:
+def measure(shape: Shape, depth: int, seconds: float, level: int = CpuKVCache.level) -> dict[str, float]:
     """Least seconds of each way, taken in turn for about `seconds` in all."""
-    calls = ways(shape, depth)
+    calls = ways(shape, depth, level)
     times = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -127,6 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="config.json of a model (default: SmolLM2-135M's shape)")
     parser.add_argument("--depths", default="16,256,1024,4096,8000", help="tokens in the cache, by commas")
     parser.add_argument("--threads", type=int, help="threads of PyTorch (default: as PyTorch chooses)")
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, default=INSTRUCTIONS[-1],
+                        help="the widest that the C++ kernels may use (default: what the processor has)")
     parser.add_argument("--seconds", type=float, default=3.0, help="time to spend on each depth")
     return parser
 
@@ -143,10 +148,11 @@ def main() -> None:
     except (ValueError, KeyError, OSError) as error:
         print(f"bench_attention.py: {error}", file=sys.stderr)
         sys.exit(2)
-    results = {depth: measure(shape, depth, args.seconds) for depth in depths}
-    instructions = attention_cpu.LEVELS[torch.ops.gpt_long_cpu.level()]
-    print(f"{processor()}, kernels {instructions}; one layer of {shape.n_kv_heads} KV heads x {shape.group} "
-          f"query heads x {shape.head_dim}; times as multiples of C++ int8\n\n{table(results, shape)}")
+    level = min(INSTRUCTIONS.index(args.instructions), torch.ops.gpt_long_cpu.level())
+    results = {depth: measure(shape, depth, args.seconds, level) for depth in depths}
+    print(f"{processor()}, kernels {attention_cpu.LEVELS[level]}; one layer of {shape.n_kv_heads} KV heads x "
+          f"{shape.group} query heads x {shape.head_dim}; times as multiples of C++ int8\n\n"
+          f"{table(results, shape)}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_edges_of_tiles_and_parts(level, bits):
     check(CacheSpec(bits, bits, dtype=torch.float32), 2, 2, 512, [300], 1, level)
 
 
-@pytest.mark.parametrize("level", (0, 2))
+@pytest.mark.parametrize("level", (0, 1, 2))
 @pytest.mark.parametrize("axis", ("d", "hd"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("bits", ((8, 16), (16, 8)))
@@ -127,7 +127,7 @@ def test_any_strides_of_input():
 
 
 def test_largest_integers_do_not_overflow():
-    for level in (0, 2):
+    for level in (0, 1, 2):
         cache, plain = pair(CacheSpec(8, 8, dtype=torch.float32), 1, 1, 600, 512, level)
         ones = torch.ones(1, 1, 600, 512)
         for c in (cache, plain):
@@ -279,6 +279,39 @@ def test_four_bits_of_any_width_and_group(D, group, level):
     for tokens in (1, 3):
         q, start = torch.randn(1, 2 * group, tokens, D).bfloat16(), position + 1 - tokens
         assert_near(fast.attend(q, start), KVCache.attend(plain, q.float(), start))
+
+
+def check_packed(spec: CacheSpec, heads: int, group: int, dim: int, start: list[int], tokens: int,
+                 level: int) -> None:
+    """As `check`, from the plain quantizer's bits: sums in another order may move one of the kernel's."""
+    fast, plain = pair(spec, len(start), heads, max(start) + tokens, dim, level)
+    position = fill((fast, plain), start, tokens)
+    for name in BUFFERS:
+        if getattr(fast, name) is not None:
+            getattr(fast, name).copy_(getattr(plain, name))
+    q = torch.randn(len(start), heads * group, tokens, dim).to(spec.dtype)
+    assert_near(fast.attend(q, position), KVCache.attend(plain, q.float(), position))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_four_bits_are_the_plain_path(data):
+    counts, dtype = st.sampled_from((0, 8, 16)), st.sampled_from((torch.bfloat16, torch.float32))
+    kind, layout = st.sampled_from(("int4", "int4", "k8v4", "4,8", "4,16")), st.sampled_from(SERVED_LAYOUTS)
+    strong = f"{data.draw(counts)},{data.draw(counts)}"
+    spec = CacheSpec.parse(data.draw(kind), "d", data.draw(layout), data.draw(dtype), strong)
+    start = data.draw(st.lists(st.integers(0, 600), min_size=1, max_size=2))
+    heads, group, dim = st.integers(1, 3), st.integers(1, 5), st.sampled_from(range(16, 257, 16))
+    tokens, level = st.sampled_from((1, 1, 2, 5)), st.sampled_from((0, 1, 1, 2))
+    check_packed(spec, *map(data.draw, (heads, group, dim)), start, *map(data.draw, (tokens, level)))
+
+
+@pytest.mark.parametrize("kind", ("int8", "int4"))
+@pytest.mark.parametrize("D", (64, 80, 128))
+@pytest.mark.parametrize("level", (1, 2))
+def test_tails_of_tiles(kind, D, level):
+    for filled in (1, 2, 3, 5, 6, 7, 8, 9, 11, 15, 17, 511, 512, 513, 514, 515, 519):
+        check_packed(CacheSpec.parse(kind), 1, 3, D, [filled - 1], 1, level)
 
 
 def test_shapes_that_do_not_belong_together_are_refused():

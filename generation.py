@@ -214,7 +214,7 @@ def base_row(job: Job) -> dict:
 
 
 def result_row(job: Job, engine: Engine, timings: list[Timing], new_tokens: int, seconds: dict[str, float],
-               resident_before: int) -> dict:
+               resident_before: report.Resident) -> dict:
     """The JSON object of a run (see README.md, Results)."""
     parts = report.model_bytes(engine.model)
     return {**base_row(job), "new_tokens": new_tokens, **seconds, **report.speeds(engine, timings, parts),
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
     job = plan(args)
     if args.dry_run:
         return dry_run(job)
-    planned, resident_before = check_memory(job), report.resident_bytes()
+    planned, resident_before = check_memory(job), report.Resident.now()
     with memory_picture.recording(args.memory_profile, job.device) as watch:
         engine, seconds = build_engine(job, watch)
         if args.interactive:

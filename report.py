@@ -1,6 +1,7 @@
 """What a run took: bytes by part, peak memory and how it was taken, speeds; one JSON object a run."""
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,27 +27,43 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
-def resident_bytes(peak: bool = False) -> int:
-    """What this process holds in memory, now or at its peak (Linux; elsewhere the peak, or 0)."""
+def resident_bytes(kind: str = "VmRSS") -> int:
+    """What this process holds in memory (Linux; elsewhere 0, and the peak in all): a line of
+    /proc/self/status, VmRSS all of it now, VmHWM at its peak, RssFile what of it are pages of files now."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        key = "VmHWM:" if peak else "VmRSS:"
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
     except (OSError, StopIteration):
         import resource
         unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak else 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if kind == "VmHWM" else 0
 
 
-def peak_memory(device: torch.device, resident_before: int) -> dict:
-    """Peak bytes of this process and how they were taken; `resident_before`: what Python and torch took."""
+@dataclass(frozen=True)
+class Resident:
+    """What this process held in memory at a time, in bytes: all, and what of it were pages of files."""
+    total: int
+    files: int
+
+    @classmethod
+    def now(cls) -> "Resident":
+        return cls(resident_bytes(), resident_bytes("RssFile"))
+
+
+def peak_memory(device: torch.device, before: Resident) -> dict:
+    """Peak bytes of this process and how they were taken; `before`: what Python and torch took.
+
+    The last figure leaves out pages of files, which are the system's to drop and of which it maps as many at
+    a time as it likes: of libraries as they come to use, and of a checkpoint while it is read.
+    """
     if device.type == "cuda":
         return {"peak_memory_bytes": torch.cuda.max_memory_reserved(device),
                 "peak_memory_how": "cuda max reserved",
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(device)}
-    peak = resident_bytes(peak=True)
+    peak = resident_bytes("VmHWM")
+    above, more_files = peak - before.total, resident_bytes("RssFile") - before.files
     return {"peak_memory_bytes": peak, "peak_memory_how": "peak resident size of the process",
-            "peak_above_start_bytes": peak - resident_before}
+            "peak_above_start_bytes": above, "peak_anonymous_above_start_bytes": above - more_files}
 
 
 def model_bytes(model: nn.Module) -> dict[str, int]:

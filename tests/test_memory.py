@@ -1,4 +1,5 @@
 """Planned = fake = measured bytes; nothing leaks."""
+import ctypes
 import gc
 import json
 import subprocess
@@ -326,8 +327,15 @@ MEASURED = [  # (changes to the tiny config, flags): from 0.7 to 1.3 GB
 ]
 
 
+def without_huge_pages() -> None:
+    """Before a child begins: memory by pages of 4 kB, however this system is set.  Where it hands out 2 MB for
+    every touch, a run of many short-lived tensors takes up to 8 % more than they need."""
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+
+
 @pytest.mark.parametrize("changes, flags", MEASURED)
 def test_formula_dry_run_and_measurement_agree(changes, flags, tmp_path):
+    """What is allocated, that is anonymous memory: which pages of libraries are in memory is the system's choice."""
     config = write_config(tmp_path / "c.json", **changes)
     flags = ["--random_weights", config, "--device", "cpu", *flags.split()]
     result = tmp_path / "r.jsonl"
@@ -340,16 +348,17 @@ def test_formula_dry_run_and_measurement_agree(changes, flags, tmp_path):
         "--write_result",
         result,
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, preexec_fn=without_huge_pages)
     row = json.loads(result.read_text())
-    planned = make_plan(job(*flags).setup)
+    plan = make_plan(job(*flags).setup)
+    assert row["planned_bytes"] == plan.total_bytes
+    planned = plan.total_bytes - plan.libraries
     fake = dry_peak(job(*flags, "--max_new_tokens", 3, "--dry_run")).peak_bytes
-    fake += planned.total_bytes - planned.tensor_bytes  # libraries and holes, which no operator allocates
-    measured = row["peak_above_start_bytes"]
-    figures = (
-        f"measured {measured / 1e6:.0f}, planned {planned.total_bytes / 1e6:.0f}, dry {fake / 1e6:.0f} MB"
-    )
-    assert row["planned_bytes"] == pytest.approx(measured, rel=0.03), figures
+    fake += planned - plan.tensor_bytes  # holes, which no operator allocates
+    measured = row["peak_anonymous_above_start_bytes"]
+    assert 0 <= row["peak_above_start_bytes"] - measured < 40e6  # pages of libraries
+    figures = f"measured {measured / 1e6:.0f}, planned {planned / 1e6:.0f}, dry {fake / 1e6:.0f} MB"
+    assert planned == pytest.approx(measured, rel=0.03), figures
     assert fake == pytest.approx(measured, rel=0.03), figures
 
 
@@ -373,10 +382,12 @@ for kind, mask in runs:
     next(engine.generate([1] * 30, 4))  # left early
     gc.collect()
     trim_heap()  # holes apart
-    seen.append(report.resident_bytes())
+    resident = report.Resident.now()
+    seen.append(resident.total - resident.files)
 print(seen[-1] - seen[0], report.model_bytes(model)["kv_cache"])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
+                          preexec_fn=without_huge_pages)
     grown, cache = map(int, done.stdout.split())
     assert cache > 60e6 and grown < 10e6
 

@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 
 import backends
 import report
+from cpu_extension import limit_instructions
 from inference import Engine
 from model import ModelConfig
 from options import add_cache_flags, add_model_flags, add_seed_flag, check_model_flags
@@ -46,6 +48,10 @@ def make_parser() -> Parser:
     group.add_argument("--in_turn", action="store_true", help="our own --caches in one process, by turns")
     group.add_argument("--caches", default="int8,16,int4",
                        help="ours to compare (default %(default)s); --in_turn: int8@16384 has so many slots")
+    group.add_argument("--instructions", choices=("avx512", "avx2", "default"),
+                       help="take at most these of the processor: the narrower kernels, on a wider machine")
+    group.add_argument("--write_result", type=Path, metavar="FILE",
+                       help="--peers: append all rows, a JSON line each (speed_plot.py draws them)")
     group.add_argument("--rounds", type=whole(1), default=2, metavar="N",
                        help="turns of each system (default %(default)s)")
     add_seed_flag(group)
@@ -93,14 +99,29 @@ def slots_for(need: int, given: int | None) -> int:
     return given or need
 
 
+def read_speed(model: torch.nn.Module) -> float:
+    """Bytes per second of adding up all weights as integers, the best of five: what memory gives."""
+    weights = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.ndim == 2 and t.nbytes >= 1 << 16}
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for tensor in weights.values():
+            tensor.detach().view(torch.uint8).view(-1)[:tensor.nbytes // 8 * 8].view(torch.int64).sum()
+        seconds.append(time.perf_counter() - began)
+    return sum(tensor.nbytes for tensor in weights.values()) / min(seconds)
+
+
 def run_here(args: argparse.Namespace) -> None:
     """This project's speeds, one JSON line a depth."""
     depths = depths_of(args)
     engine = build(args, slots_for(depths[-1] + args.steps + 1, args.cache_size))
     compile_s = engine.warm_up()
+    parts, can_read = report.model_bytes(engine.model), read_speed(engine.model)
     for row in measure(engine, depths, args.steps):
         kv = args.kv_cache_quantization or "16"
-        print(json.dumps({"system": "gpt-long", "kv": kv, **row, "compile_s": compile_s}), flush=True)
+        reads = report.speeds(engine, [engine.timing], parts)["bandwidth_bytes_per_s"]
+        print(json.dumps({"system": "gpt-long", "kv": kv, **row, "compile_s": compile_s,
+                          "bandwidth_bytes_per_s": reads, "plain_read_bytes_per_s": can_read}), flush=True)
 
 
 def in_turn(args: argparse.Namespace) -> str:
@@ -159,6 +180,8 @@ def commands(args: argparse.Namespace) -> list[list[str]]:
 def compare(args: argparse.Namespace) -> str:
     """All systems, turn by turn; Markdown."""
     rows = [row for _ in range(args.rounds) for command in commands(args) for row in rows_of(command)]
+    for row in rows if args.write_result else ():
+        report.append_json(args.write_result, row | {"processor": report.processor()})
     return table(rows, depths_of(args))
 
 
@@ -188,6 +211,8 @@ def table(rows: list[dict], depths: list[int]) -> str:
 def main() -> None:
     with errors("bench_speed.py"):
         args = make_parser().parse_args()
+        if args.instructions:
+            limit_instructions(args.instructions)
         check_model_flags(args)
         if args.random_weights and args.peers:
             raise ValueError("peers have no --random_weights; give --checkpoint_path MODEL.pth")

@@ -15,7 +15,9 @@
 #   PROMPTS="short fill"  NEW_TOKENS=16
 #   FLAGS=                       more flags of generate.py, such as --device cuda, or --dry_run: nothing is run
 #   RESULTS=benchmark_results/memory.jsonl
+#   INSTRUCTIONS=                avx2: all systems of `peers` as on a processor without AVX-512
 #   ROUNDS=2  PEER_CACHES=int8,16,int4   of `peers`: turns of every system, caches compared
+#   SPEED_RESULTS=               of `peers`: append its rows to this file
 set -euo pipefail
 cd "$(dirname "$0")"
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
@@ -71,11 +73,16 @@ pictures() {
 }
 
 peers_venv() {
-    if ! cmp -s requirements-peers.txt .venv-peers/installed; then
-        echo "benchmarks.sh: installing .venv-peers (llama.cpp compiles for some minutes)" >&2
-        "$PYTHON" -m venv .venv-peers
-        .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
-        cp requirements-peers.txt .venv-peers/installed
+    venv=.venv-peers${INSTRUCTIONS:+-$INSTRUCTIONS}
+    if ! cmp -s requirements-peers.txt "$venv/installed"; then
+        echo "benchmarks.sh: installing $venv (llama.cpp compiles for some minutes)" >&2
+        "$PYTHON" -m venv "$venv"
+        local flags=""
+        [ "${INSTRUCTIONS:-}" = avx2 ] && flags="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON \
+            -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
+        CMAKE_ARGS="$flags" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+            -r requirements-peers.txt
+        cp requirements-peers.txt "$venv/installed"
     fi
     model=$CHECKPOINT_PATH/$MODEL_REPO
     ggufs=("$model"/*.gguf)
@@ -83,8 +90,9 @@ peers_venv() {
 
 peers() {
     peers_venv
-    "$PYTHON" bench_speed.py --checkpoint_path "$model/model.pth" --peers .venv-peers/bin/python \
-        --gguf "${ggufs[0]}" --rounds "${ROUNDS:-2}" --caches "${PEER_CACHES:-int8,16,int4}"
+    "$PYTHON" bench_speed.py --checkpoint_path "$model/model.pth" --peers "$venv/bin/python" \
+        --gguf "${ggufs[0]}" --rounds "${ROUNDS:-2}" --caches "${PEER_CACHES:-int8,16,int4}" \
+        ${INSTRUCTIONS:+--instructions "$INSTRUCTIONS"} ${SPEED_RESULTS:+--write_result "$SPEED_RESULTS"}
 }
 
 accuracy() {
@@ -94,7 +102,7 @@ accuracy() {
     local evaluate=("$PYTHON" evaluate.py perplexity --checkpoint_path "$model/model.pth" --text $text --json)
     "${evaluate[@]}" --compare int8:d,int8:hd,8,16,k8v4,int4 | tail -1 >"$out.part"
     "${evaluate[@]}" --compare int4 --kv_strong 8,0 | tail -1 | sed 's/"int4"/"int4 --kv_strong 8,0"/' >>"$out.part"
-    .venv-peers/bin/python peers/llama_cpp_quality.py "${ggufs[0]}" $text >>"$out.part"
+    "$venv/bin/python" peers/llama_cpp_quality.py "${ggufs[0]}" $text >>"$out.part"
     mv "$out.part" "$out"
     "$PYTHON" accuracy_plot.py "$out" --out docs/accuracy.png
 }

@@ -48,14 +48,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     added = {i: {"content": name, "special": True} for name, i in names.items() if i is not None}
     added |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
     ends = {_content(config.get(key)) for key in ("bos_token", "eos_token")} - {None}
-    data = path.read_bytes()
     make = {"json": lambda: JsonCodec(_read_json(path), ends), "tiktoken": lambda: TiktokenCodec(data, added),
             "sentencepiece": lambda: SentencePieceCodec(data, added, ends)}
-    if (kind := _sniff(data)) not in make:
+    if (kind := _sniff(data := path.read_bytes())) not in make:
         raise ValueError(f"{path} {kind}")
     try:
         codec = make[kind]()
-    except Exception as error:  # the packages raise bare ones, the code below others, on wrong types
+        codec.encode(["a b"])  # some damage shows only here
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what the packages raise, even panics, and the code below on wrong types
         reason = str(error) if str(error).isprintable() else repr(error)
         raise ValueError(f"{path} cannot be used ({reason}); fetch it again or take another model") from error
     stops = [_read_json(folder / name).get("eos_token_id")
@@ -430,8 +432,7 @@ def _read_json(path: Path, every: tuple | None = None) -> dict[str, Any]:
         entries = json.loads(data)
         for key, (test, expected) in (dict.fromkeys(entries, every) if every else _TESTS).items():
             if entries.get(key) is not None and not test(entries[key]):
-                found = f"{json.dumps(key):.60} is {json.dumps(entries[key]):.60}"
-                raise ValueError(f"{found}, expected {expected}")
+                raise ValueError(f"{json.dumps({key: entries[key]}):.90}, expected {expected}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; fetch it again") from error
     return entries
@@ -456,9 +457,8 @@ def _whole(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# What the JSON files may hold, beside null: a test, and what it expects.
 _ID = (lambda v: type(v) is int and 0 <= v < 1 << 31, "an id")
-_TESTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_TESTS: dict[str, tuple[Callable[[Any], bool], str]] = {  # of what JSON files hold, beside null
     **{f"{name}_token": (lambda v: isinstance(_content(v), str), "a string or an object with a content")
        for name in ("bos", "eos", "unk", "pad")},
     "add_bos_token": (lambda v: isinstance(v, bool), "true or false"),

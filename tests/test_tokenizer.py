@@ -279,7 +279,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     ("generation_config", "eos_token_id", 2**40)])
 def test_wrong_entries_are_named_with_their_file(tmp_path: Path, name: str, key: str, value: object) -> None:
     write(make_bytelevel(tmp_path), **{name: {key: value}})
-    with pytest.raises(ValueError, match=f"{name}.json: .{key}. is ") as caught:
+    with pytest.raises(ValueError, match=f'{name}.json: ."{key}": ') as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value) and "expected" in str(caught.value)
 

@@ -101,7 +101,8 @@ def slots_for(need: int, given: int | None) -> int:
 
 def read_speed(model: torch.nn.Module) -> float:
     """Bytes per second of adding up all weights as integers, the best of five: what memory gives."""
-    weights = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.ndim == 2 and t.nbytes >= 1 << 16}
+    tensors = (*model.parameters(), *model.buffers())
+    weights = {id(t): t for t in tensors if t.ndim == 2 and t.nbytes >= 1 << 16}
     seconds = []
     for _ in range(5):
         began = time.perf_counter()

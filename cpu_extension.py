@@ -3,7 +3,7 @@
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
     HugePages().empty(shape, dtype)         a tensor in pages of 2 MB
     separate_allocations(), trim_heap()     freed memory back to the system
-    limit_instructions("avx2")              PyTorch and the kernels as on a narrower processor, to test and to time
+    limit_instructions("avx2")              PyTorch and the kernels as on a narrower processor
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
 sets without one of them leaking into the others.  Needs torch only.
@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
-             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c")}
+             "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma",
+                        "-mf16c")}
 PAGE = 2 << 20  # bytes of a large page
-INSTRUCTIONS = ("avx512", "avx2", "default")  # what the environment's ATEN_CPU_CAPABILITY may say; default: none
+INSTRUCTIONS = ("avx512", "avx2", "default")  # what ATEN_CPU_CAPABILITY may say; default: no vectors
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -50,7 +51,7 @@ def find_compiler() -> str | None:
 
 
 def _own_flags() -> list[str]:
-    """Flags from the environment's CXXFLAGS, as build tools take them (tests/sanitize.sh: AddressSanitizer)."""
+    """Flags from the environment's CXXFLAGS, as build tools take them (tests/sanitize.sh uses it)."""
     return os.environ.get("CXXFLAGS", "").split()
 
 

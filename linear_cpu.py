@@ -5,10 +5,10 @@
     LinearFactory()   makes the layers, as quantize.linear does
     CpuInt4Linear, CpuInt8Linear, CpuLinear; widen(model) makes nn.Linear layers of 16 bits CpuLinear
 
-Activations of quantized layers become 16-bit integers with a step per row and group of inputs, an error far below bfloat16's
-own; products and their sums over a group are exact.  Weights are kept in an order of their own: linear_cpu.h
-says which.  With AVX-512 VNNI or AVX2.  Copy it out with quantize.py, cpu_extension.py, linear_cpu.h,
-linear_cpu.cpp, linear_cpu_kernels.cpp, cpu_vector.h and cpu_operators.h.
+Activations of quantized layers become 16-bit integers with a step per row and group of inputs, an error far
+below bfloat16's own; products and their sums over a group are exact.  Weights of these layers are kept in an
+order of their own: linear_cpu.h says which.  With AVX-512 VNNI or AVX2.  Copy it out with quantize.py,
+cpu_extension.py, linear_cpu.h, linear_cpu.cpp, linear_cpu_kernels.cpp, cpu_vector.h and cpu_operators.h.
 """
 import functools
 
@@ -79,7 +79,10 @@ def int4_panels(packed: Tensor, panel: int, out: Tensor | None = None) -> Tensor
 
 
 def int8_panels(weight: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
-    """int8 [N, K] into panels: int8 [N, K, both up to multiples of P]; P outputs, 4 inputs 0 2 1 3 at a time."""
+    """int8 [N, K] into panels: int8 [N, K], both up to multiples of P.
+
+    P outputs, 4 inputs at a time: 0 2 1 3.
+    """
     N, K = weight.shape
     wide = _padded(K, panel)
     out = torch.empty(_padded(N, panel), wide, dtype=torch.int8) if out is None else out
@@ -171,7 +174,7 @@ class LinearFactory:
 
 
 def widen(model: nn.Module) -> None:
-    """Make the 16-bit nn.Linear layers of `model` CpuLinear, over the same weights, which others may share."""
+    """Make the 16-bit nn.Linear layers of `model` CpuLinear, over the same weights."""
     for layer in model.modules():
         if type(layer) is nn.Linear and layer.weight.dtype in (torch.bfloat16, torch.float16):
             layer.__class__ = CpuLinear

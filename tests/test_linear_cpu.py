@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import linear_cpu
 from cpu_extension import X86, HugePages, Unit, build_and_load, find_compiler
-from linear_cpu import CpuInt4Linear, CpuInt8Linear, CpuLinear, LinearFactory, widen
+from linear_cpu import CpuInt4Linear, CpuInt8Linear, LinearFactory, widen
 from quantize import _quantize_rows, _unpair, linear, pack
 
 SERVED = X86 and find_compiler() and torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -328,14 +328,14 @@ MEASURED = [  # (changes to the tiny config, flags): from 0.7 to 1.3 GB
 
 
 def without_huge_pages() -> None:
-    """Before a child begins: memory by pages of 4 kB, however this system is set.  Where it hands out 2 MB for
-    every touch, a run of many short-lived tensors takes up to 8 % more than they need."""
+    """Before a child begins: memory by pages of 4 kB, however this system is set.  Where it hands out 2 MB at
+    a touch, a run of many short-lived tensors takes up to 8 % more than they need."""
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 
 
 @pytest.mark.parametrize("changes, flags", MEASURED)
 def test_formula_dry_run_and_measurement_agree(changes, flags, tmp_path):
-    """What is allocated, that is anonymous memory: which pages of libraries are in memory is the system's choice."""
+    """What is allocated, that is anonymous memory: pages of libraries come and go as the system likes."""
     config = write_config(tmp_path / "c.json", **changes)
     flags = ["--random_weights", config, "--device", "cpu", *flags.split()]
     result = tmp_path / "r.jsonl"

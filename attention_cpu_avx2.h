@@ -1,6 +1,6 @@
 // The integer steps of attention_cpu_int8.h with AVX2, over int8 rows and over packed ones as they are stored.  Bytes
-// become 16 bits wide, even ones apart from odd ones: that takes an instruction each, where the one that widens
-// neighbours holds up AMD's shuffle units for three.  Another multiplies 16 bits and adds two neighbours.
+// become 16 bits wide, even ones apart from odd ones: an instruction each, within 128 bits (the one that widens
+// neighbours holds AMD's two shuffle units for three cycles).  Another multiplies 16 bits and adds two neighbours.
 #pragma once
 #include "attention_cpu_tile.h"
 

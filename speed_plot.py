@@ -1,6 +1,7 @@
 """README's picture: decode speed by depth beside llama.cpp and transformers; memory beside torchao's llama.
 
-    python speed_plot.py benchmark_results/speed.jsonl --out docs/speed.png        (SPEED_RESULTS of benchmarks.sh)
+    SPEED_RESULTS=benchmark_results/speed.jsonl ./benchmarks.sh peers
+    python speed_plot.py benchmark_results/speed.jsonl --out docs/speed.png
 
 The file holds rows of bench_speed.py --peers.  Memory is memory.py's plan for Llama-3.1-8B with a prompt that
 fills 131072 slots; torchao's figures are what it published for an A100 (pull request 738, a prompt of 6

@@ -101,8 +101,6 @@ INLINE void score_rows(const char* rows, int64_t stride, const float* queries, i
   for (int j = 0; j < NQ; j++) save(out + 4 * j * kTile, add_neighbours(pairs[j][0], pairs[j][1]));
 }
 
-constexpr int64_t kStrong = 16;  // what packed keys have by default
-
 // The same with the n filled rows of a tile: out [NQ][kTile], before any scale.  FixedD (0: any) unrolls the loops,
 // over packed rows of kStrong.
 template <int NQ, bool Packed, int FixedD> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
@@ -162,8 +160,8 @@ OUTLINE void values_of_columns(Tile& t, const Weights& w, const char* rows, int3
   I even[NQ], odd[NQ];
   for (int j = 0; j < NQ; j++) even[j] = odd[j] = I{};
   Fetch soon = t.k_soon;
-  auto add = [&](int64_t s, const char* a, const char* b) {
-    __m256i x = two_rows<kind, Last>(a, b);
+  auto add = [&](int64_t s, const char* row, const char* next) {
+    __m256i x = two_rows<kind, Last>(row, next);
     S first = even_bytes(x), second = odd_bytes(x);
     for (int j = 0; j < NQ; j++) {
       S p = (S)(I{} + load<int32_t>(w.rounded[j] + s));
@@ -201,23 +199,13 @@ void values_of_block(Tile& t, const Weights& w, const char* rows, int32_t* sums,
   values_of_columns<NQ, kind, false>(t, w, rows, sums, value);
   values_of_columns<NQ, kind, true>(t, w, rows, sums, value);
 }
-template <int NQ> void add_sums(const int32_t (*sums)[kMaxHeadDim], const Weights& w, int64_t D, float* y) {
-  for (int64_t d = 0; d < D; d += 2 * W) {
-    F first[NQ], second[NQ];
-    for (int j = 0; j < NQ; j++) {
-      first[j] = to_float(load<I>(sums[j] + d));
-      second[j] = to_float(load<I>(sums[j] + d + W));
-    }
-    add_values<NQ>(y + d, D, w, first, second);
-  }
-}
 
 template <int NQ> void values_int8(Tile& t, const Weights& w, int64_t D, float* y) {
   alignas(32) int32_t sums[NQ][kMaxHeadDim];
   int64_t c = 0;
   for (; c + 32 <= D; c += 32) values_of_block<NQ, kBytes>(t, w, t.v + c, sums[0], c);
   if (c < D) values_of_block<NQ, kSixteenBytes>(t, w, t.v + c, sums[0], c);
-  add_sums<NQ>(sums, w, D, y);
+  add_sums<NQ>(y, D, w, sums);
 }
 
 // Packed values, of which the first eight are bytes.
@@ -229,7 +217,7 @@ template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, float
     low(t, w, t.v + 4 + c, sums[0], 4 + c);
     high(t, w, t.v + 4 + c, sums[0], D / 2 + c);
   }
-  add_sums<NQ>(sums, w, D, y);
+  add_sums<NQ>(y, D, w, sums);
 }
 
 }  // namespace

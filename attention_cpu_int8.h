@@ -121,8 +121,6 @@ INLINE void score_rows(const char* rows, int64_t stride, const float* q, int64_t
     }
 }
 
-constexpr int64_t kStrong = 16;  // what packed keys have by default
-
 // The same with the n filled rows of a tile: out [NQ][kTile], before any scale.  FixedD (0: any) unrolls the loops,
 // over packed rows of kStrong.
 template <int NQ, bool Packed, int FixedD> OUTLINE void scores_int8(Tile& t, const float* q, int64_t D, void* out) {
@@ -272,14 +270,7 @@ template <int NQ> void values_packed(Tile& t, const Weights& w, int64_t D, float
     low(t, w, t.v + 4 + c, mixed, sums[0], 4 + c);
     high(t, w, t.v + 4 + c, mixed, sums[0], D / 2 + c);
   }
-  for (int64_t d = 0; d < D; d += 2 * W) {
-    F first[NQ], second[NQ];
-    for (int j = 0; j < NQ; j++) {
-      first[j] = to_float(load<I>(sums[j] + d));
-      second[j] = to_float(load<I>(sums[j] + d + W));
-    }
-    add_values<NQ>(y + d, D, w, first, second);
-  }
+  add_sums<NQ>(y, D, w, sums);
 }
 
 #elif !defined(__AVX2__)  // attention_cpu_avx2.h has them with AVX2

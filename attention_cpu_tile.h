@@ -7,6 +7,8 @@ namespace {
 
 constexpr int8_t kLevels[16] = {-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127};
 
+constexpr int64_t kStrong = 16;  // coordinates of packed keys that keep 8 bits by default
+
 constexpr int kBlock = 4;  // queries that share one pass over a tile: their sums stay in registers
 
 // Rows that will be wanted soon, asked for line by line between other work, so that memory is never idle.
@@ -36,6 +38,18 @@ inline void add_values(float* y, int64_t D, const Weights& w, const F* first, co
   for (int j = 0; j < NQ; j++, y += D) {
     save(y, load<F>(y) * w.shrink[j] + first[j] * w.factor[j]);
     save(y + W, load<F>(y + W) * w.shrink[j] + second[j] * w.factor[j]);
+  }
+}
+
+// All D of them, from integers [NQ][at least D].
+template <int NQ, class Sums> void add_sums(float* y, int64_t D, const Weights& w, const Sums& sums) {
+  for (int64_t d = 0; d < D; d += 2 * W) {
+    F first[NQ], second[NQ];
+    for (int j = 0; j < NQ; j++) {
+      first[j] = to_float(load<I>(sums[j] + d));
+      second[j] = to_float(load<I>(sums[j] + d + W));
+    }
+    add_values<NQ>(y + d, D, w, first, second);
   }
 }
 

@@ -68,12 +68,6 @@ def check_flags(args: argparse.Namespace) -> None:
         check_output(f"--{flag}", getattr(args, flag))
 
 
-def __getattr__(name: str) -> object:
-    """What generation.py has, for those who import this file."""
-    import generation
-    return getattr(generation, name)
-
-
 def main() -> None:
     with errors("generate.py"):
         args = make_parser().parse_args()

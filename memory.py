@@ -267,6 +267,7 @@ def main() -> None:
         else:
             print(budget_table(setup, budget) if budget else plan_table(setup, plan))
         most = setup.config.max_position_embeddings
+        print(setup.config.notes, end="", file=sys.stderr)
         if setup.cache_size > most:
             print(f"note: the model itself has only {most} positions", file=sys.stderr)
 

@@ -13,6 +13,7 @@ same weights at a time.  Letters: N outputs, K inputs, G group, M rows.  Needs t
 import argparse
 import functools
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -340,6 +341,17 @@ def quantize_state(state: dict[str, Tensor], scheme: str) -> dict:
     return out
 
 
+def read_checkpoint(path: Path) -> dict:
+    """The state dict of a model.pth, mapped.  ValueError when it holds anything else."""
+    try:
+        state = torch.load(path, mmap=True, weights_only=True)
+    except (RuntimeError, OSError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} is no checkpoint that torch can read; convert it again") from e
+    if not isinstance(state, dict) or "embed.weight" not in state:
+        raise ValueError(f"{path} holds no model of this project; convert one first (see README.md)")
+    return state
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,7 +364,7 @@ def main() -> None:
         if not args.checkpoint_path.is_file():
             raise ValueError(f"no checkpoint at {args.checkpoint_path}; convert one first (see README.md)")
         output = args.output or args.checkpoint_path.with_name(f"model_{args.quantization}.pth")
-        state = torch.load(args.checkpoint_path, mmap=True, weights_only=True)
+        state = read_checkpoint(args.checkpoint_path)
         partial = output.with_name(output.name + ".partial")
         torch.save(quantize_state(state, args.quantization), partial)
         os.replace(partial, output)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import generate
+import generation
 import memory
 import memory_dry_run
 import memory_formulas
@@ -43,15 +44,15 @@ def write_config(path: Path, **changes: object) -> Path:
     return path
 
 
-def job(*flags: object) -> generate.Job:
+def job(*flags: object) -> generation.Job:
     """What generate.py settles for these flags before anything is allocated."""
-    return generate.plan(generate.make_parser().parse_args([str(flag) for flag in flags]))
+    return generation.plan(generate.make_parser().parse_args([str(flag) for flag in flags]))
 
 
-def dry_peak(settled: generate.Job) -> Tracker:
+def dry_peak(settled: generation.Job) -> Tracker:
     return memory_dry_run.dry_run(
-        lambda: generate.load_model(settled),
-        lambda loaded: generate.make_engine(settled, *loaded),
+        lambda: generation.load_model(settled),
+        lambda loaded: generation.make_engine(settled, *loaded),
         settled.device,
         settled.setup.filled - settled.start,
         settled.start,
@@ -172,11 +173,11 @@ def test_generate_refuses_what_cannot_fit_and_says_what_would(tmp_path, monkeypa
         tmp_path / "r.jsonl",
     ]
     with pytest.raises(ValueError, match=r"--kv_cache_quantization \w+ or --cache_size \d+.*--force"):
-        generate.check_memory(job(*flags))
+        generation.check_memory(job(*flags))
     assert "will take 33" in capsys.readouterr().err
     row = json.loads((tmp_path / "r.jsonl").read_text())
     assert row["peak_memory_how"] == "planned, not run" and row["peak_memory_bytes"] > 33e9
-    generate.check_memory(job(*flags, "--force"))
+    generation.check_memory(job(*flags, "--force"))
 
 
 # ---- the tracker ----

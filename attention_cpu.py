@@ -4,8 +4,8 @@
                  the reason in one line
     available()  whether it can be used
     CpuKVCache   a KVCache whose write and attend are one C++ operator each, and one both at once; what the
-                 kernels do not serve (storage orders whose head_dim is not innermost, float16, mask
-                 tables) takes the plain path
+                 kernels do not serve (storage orders whose head_dim is not innermost, float16 storage,
+                 mask tables) takes the plain path
 
 The start positions are read inside the operators, so a compiled step is one graph for all positions.  Copy it
 out with kv_cache.py, cpu_extension.py, attention_cpu*.cpp, attention_cpu*.h, cpu_vector.h and
@@ -57,6 +57,11 @@ def available() -> bool:
     return load() == ""
 
 
+def _wide(x: Tensor) -> Tensor:
+    """What the kernels take: float16 becomes float32."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 class CpuKVCache(KVCache):
     """KVCache with C++ write and attend; without a compiler, all of it takes the plain path.
 
@@ -77,7 +82,8 @@ class CpuKVCache(KVCache):
         stored = (torch.int8, torch.uint8, torch.bfloat16, torch.float32)
         most = MAX_HEAD_DIM if self.k_bases is None and self.v_bases is None else MAX_PACKED_HEAD_DIM
         return (self.has_kernels and x.shape[3] % 16 == 0 and x.shape[3] <= most
-                and x.dtype in stored[2:] and self.k_values.dtype in stored and self.v_values.dtype in stored)
+                and x.dtype in (*stored[2:], torch.float16)
+                and self.k_values.dtype in stored and self.v_values.dtype in stored)
 
     @property
     def operands(self) -> tuple[Tensor | int | None, ...]:
@@ -92,16 +98,17 @@ class CpuKVCache(KVCache):
     def write(self, start: Tensor, k: Tensor, v: Tensor) -> None:
         if not self._serves(k):
             return super().write(start, k, v)
-        torch.ops.gpt_long_cpu.write(start, k, v, *self.operands)
+        torch.ops.gpt_long_cpu.write(start, _wide(k), _wide(v), *self.operands)
 
     def attend(self, q: Tensor, start: Tensor) -> Tensor:
         if not self._serves_attend(q):
             return super().attend(q, start)
-        return torch.ops.gpt_long_cpu.attend(start, q, *self.operands)
+        return torch.ops.gpt_long_cpu.attend(start, _wide(q), *self.operands).to(q.dtype)
 
     def write_and_attend(self, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`write`, then `attend`: one operator costs less than two."""
         if not self._serves_attend(q):
             self.write(start, k, v)
             return self.attend(q, start)
-        return torch.ops.gpt_long_cpu.write_and_attend(start, q, k, v, *self.operands)
+        both = torch.ops.gpt_long_cpu.write_and_attend
+        return both(start, _wide(q), _wide(k), _wide(v), *self.operands).to(q.dtype)

@@ -56,20 +56,14 @@ template <int N = W> inline float total(F x, int first = 0) {
 #endif
 
 // What differs between instruction sets:
-//   widen        2W int8 as int16
 //   dot          acc + the sums of adjacent products
-//   interleave   2W int8 of two rows as int16 (a0 b0 a1 b1 ...), in two halves
 //   add_pairs    per 4 lanes: a0+a2, a1+a3, b0+b2, b1+b3
 //   store_sums   eight whole sums, from four results of add_pairs
+// and for portable code alone, as the others have ways of their own to meet bytes:
+//   widen        2W int8 as int16
+//   interleave   2W int8 of two rows as int16 (a0 b0 a1 b1 ...), in two halves
 #if defined(__AVX512VNNI__)
-inline S widen(const char* p) { return (S)_mm512_cvtepi8_epi16(load<__m256i>(p)); }
 inline I dot(I acc, S a, S b) { return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
-inline void interleave(const char* pa, const char* pb, S& first, S& second) {
-  __m256i a = _mm256_permute4x64_epi64(load<__m256i>(pa), 0xd8);  // unpack works within 128 bits
-  __m256i b = _mm256_permute4x64_epi64(load<__m256i>(pb), 0xd8);
-  first = (S)_mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
-  second = (S)_mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
-}
 template <class V> inline V add_pairs(V a, V b) {
   return (V)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x4e) +
          (V)_mm512_mask_blend_ps(0xcccc, (__m512)a, (__m512)b);
@@ -82,13 +76,7 @@ template <class T, class V> inline auto fold(V x) {
   return (R)_mm512_castps512_ps256((__m512)x) + (R)_mm512_extractf64x4_pd((__m512d)x, 1);
 }
 #elif defined(__AVX2__)
-inline S widen(const char* p) { return (S)_mm256_cvtepi8_epi16(load<__m128i>(p)); }
 inline I dot(I acc, S a, S b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-inline void interleave(const char* pa, const char* pb, S& first, S& second) {
-  __m128i a = load<__m128i>(pa), b = load<__m128i>(pb);
-  first = (S)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-  second = (S)_mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-}
 template <class V> inline V add_pairs(V a, V b) {
   return (V)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x4e) + (V)_mm256_blend_ps((__m256)a, (__m256)b, 0xcc);
 }

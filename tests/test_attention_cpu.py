@@ -91,6 +91,20 @@ def test_kernel_is_plain_path(data):
     check(spec, *map(data.draw, (heads, group, dim)), start, *map(data.draw, (tokens, level)))
 
 
+@pytest.mark.parametrize("kind", ("int8", "int4", "k8v4"))
+def test_float16_goes_through_the_kernels(kind):
+    caches = pair(CacheSpec.parse(kind, dtype=torch.float16), 2, 2, 400, 64)
+    position = fill(caches, [300, 40], 3)
+    q = torch.randn(2, 6, 3, 64).half()
+    k, v = torch.randn(2, 2, 2, 3, 64).half()
+    both = [cache.write_and_attend(position, q, k, v) if isinstance(cache, CpuKVCache) else
+            (cache.write(position, k, v), cache.attend(q, position))[1] for cache in caches]
+    assert caches[0]._serves_attend(q) and both[0].dtype == torch.float16
+    if kind == "int8":
+        assert torch.equal(caches[0].k_values[0, :, :303], caches[1].k_values[0, :, :303])
+    torch.testing.assert_close(*both, rtol=2 ** -8, atol=2 ** -8 * both[1].abs().max().item())
+
+
 @pytest.mark.parametrize("level", (0, 1, 2))
 @pytest.mark.parametrize("bits", (8, 16))
 def test_edges_of_tiles_and_parts(level, bits):

@@ -54,10 +54,8 @@ def draw_speeds(axes: object, found: dict[tuple[str, str], dict[int, float]], pr
         axes.plot(list(at), list(at.values()), marker="o", markersize=4, color=colour, label=LINES[name],
                   linewidth=2.2 if system == "gpt-long" else 1.4)
     axes.set(xlabel="tokens in the cache", ylabel="decode, tokens/s", ylim=(0, None),
-             title="SmolLM2-135M on two threads of a CPU")
+             title=f"SmolLM2-135M: {processor}")
     axes.legend(frameon=False, fontsize=8)
-    axes.text(0.99, 0.01, processor, transform=axes.transAxes, ha="right", va="bottom", fontsize=6,
-              color="#666666")
 
 
 def draw_memory(axes: object) -> None:

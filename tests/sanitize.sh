@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer: every test of theirs, about five minutes.
+# The C++ kernels under AddressSanitizer: every test of theirs, some minutes.
 # Wants g++ and what ./test.sh installs.  Arguments go to pytest:  tests/sanitize.sh -k width
 set -euo pipefail
 cd "$(dirname "$0")/.."

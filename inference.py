@@ -73,14 +73,21 @@ def _compiled(function: Callable, backend: str | Callable = "inductor", **option
     # A function of its own, since Dynamo keeps graphs by code object and these drop their guards.
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    options |= vector_options() if backend == "inductor" else {}
     return torch.compile(own, backend=backend, fullgraph=True, dynamic=False, options=options)
+
+
+def vector_options() -> dict[str, int]:
+    """Inductor's options for the vectors that PyTorch takes.  Where ATEN_CPU_CAPABILITY keeps it from wider
+    ones, Inductor's cache would else hand out code made for those: its keys do not have that variable."""
+    return {"cpp.simdlen": 256} if torch.backends.cpu.get_cpu_capability() == "AVX2" else {}
 
 
 def _inductor_keeping(kept: list, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable:
     """A backend of torch.compile: Inductor; a call puts its graph and inputs into `kept`."""
     from torch._inductor.compile_fx import compile_fx  # takes a second to import
     unchecked = {"size_asserts": False, "cpp.vec_isa_ok": True}  # the latter: no trial compilations, 6 s
-    compiled = compile_fx(graph, examples, config_patches=unchecked)
+    compiled = compile_fx(graph, examples, config_patches=unchecked | vector_options())
 
     def call(*inputs: Tensor) -> tuple[Tensor]:
         kept[:] = compiled, list(inputs)
@@ -206,7 +213,7 @@ class Engine:
         if self.compile:
             self._decode = compile_decode(self.model)
         if self.compile_prefill:
-            self._forward = torch.compile(self.model)
+            self._forward = torch.compile(self.model, options=vector_options())
 
     @torch.inference_mode()
     def warm_up(self) -> float:

@@ -204,7 +204,8 @@ def _matmul_dtype(q: Tensor) -> torch.dtype:
     if q.device.type != "cpu":
         return q.dtype
     many = q.shape[-2] >= 32
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # what ATEN_CPU_CAPABILITY may deny
+    fast = wide and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
     return q.dtype if many and fast else torch.float32
 
 

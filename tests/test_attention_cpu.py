@@ -8,6 +8,7 @@ from torch import nn
 import attention_cpu
 from attention_cpu import CpuKVCache
 from cpu_extension import find_compiler
+from inference import vector_options
 from kv_cache import CacheSpec, KVCache, attend_blocks
 
 SERVED_LAYOUTS = ("bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd")
@@ -218,7 +219,7 @@ def assert_same_stored(*layers: Layer) -> None:
 def test_compiled_is_eager_and_one_graph_serves_all_positions(together):
     torch._dynamo.reset()
     layers = [Layer(pair(CacheSpec(8, 8), 2, 2, 64, 32)[0], together and not i) for i in range(2)]
-    compiled = torch.compile(layers[0], fullgraph=True)
+    compiled = torch.compile(layers[0], fullgraph=True, options=vector_options())
     with torch.inference_mode():
         for t in range(20):
             x, start = torch.randn(2, 1, 256, dtype=torch.bfloat16), torch.tensor([t, 2 * t])

@@ -2,7 +2,7 @@
 
     build_and_load(name, units, headers)    "" when the operators can be used, else the reason in one line
     HugePages().empty(shape, dtype)         a tensor in pages of 2 MB
-    separate_allocations(), trim_heap()     freed memory back to the system
+    map_large_tensors(), separate_allocations(), trim_heap()     freed memory back to the system
     limit_instructions("avx2")              PyTorch and the kernels as on a narrower processor
 
 A unit is one object file: a source and its flags.  So the same source can be compiled for several instruction
@@ -30,6 +30,7 @@ FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-f
 X86_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
              "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma",
                         "-mf16c")}
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt (malloc.h)
 PAGE = 2 << 20  # bytes of a large page
 INSTRUCTIONS = ("avx512", "avx2", "default")  # what ATEN_CPU_CAPABILITY may say; default: no vectors
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -126,21 +127,25 @@ def limit_instructions(most: str) -> None:
         raise ValueError(f"PyTorch has chosen {found} already; {most} comes too late")
 
 
+def map_large_tensors() -> None:
+    """From now on memory for each tensor over 1 MB comes from the system and goes back there once freed; the
+    C library (glibc) would keep holes in its heap.  Costs page faults."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
+
+
 @contextlib.contextmanager
 def separate_allocations() -> Iterator[None]:
-    """Memory for each large tensor made inside comes from the system and goes back there when it is freed;
-    the C library (glibc) would keep holes in its heap.  Costs page faults, so it is for loading.  Afterwards
-    its two limits are where it would have moved them by itself."""
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
+    """map_large_tensors for what is made inside, which is for loading.  Afterwards the C library's two limits
+    are where it would have moved them by itself."""
+    map_large_tensors()
     try:
         yield
     finally:
         trim_heap()
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(mmap_threshold, 32 << 20)
-            ctypes.CDLL(None).mallopt(trim_threshold, 64 << 20)
+            ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 32 << 20)
+            ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 64 << 20)
 
 
 def trim_heap() -> None:

@@ -19,6 +19,7 @@ import memory_dry_run
 import memory_picture
 import report
 from chat import chat_turns, print_tokens
+from cpu_extension import map_large_tensors
 from inference import Engine, Timing, check_limits, make_sampler
 from kv_cache import KVCache
 from load import CheckpointSource
@@ -124,6 +125,8 @@ def make_engine(job: Job, model: Transformer, cache_class: type[KVCache]) -> Eng
     """The model with fresh caches."""
     args = job.args
     sampler = make_sampler(args.temperature, args.top_k, args.top_p)
+    if args.causal_mask != "none":  # each step makes tensors as long as the cache, and frees them
+        map_large_tensors()
     with working("fitting the cache to the model"):  # at 4 bits
         return Engine(model, job.setup.spec, job.cache_size, args.causal_mask, sampler,
                       prefill_chunk=args.prefill_chunk, cache_class=cache_class,

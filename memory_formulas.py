@@ -118,12 +118,8 @@ def libraries(s: Setup) -> int:
 
 def holes(s: Setup) -> int:
     """What the C library's heap keeps beside the transients that it serves: about as much again, measured.
-    Behind the other masks attention's large ones are mapped one by one; those of linear layers are not."""
-    if s.device != "cpu":
-        return 0
-    if s.causal_mask == "none":
-        return max(prefill(s), decode(s))
-    return max(linear(s, s.batch * s.chunk, N, K) for N, K, _ in layer_shapes(s.config))
+    Behind the other masks they are large, and mapped one by one (generation.make_engine)."""
+    return max(prefill(s), decode(s)) if s.device == "cpu" and s.causal_mask == "none" else 0
 
 
 # ---- linear layers ----
